@@ -9,6 +9,8 @@ const STEADY_MS = 200; // and fades then, as talk.css has it: an animation is a 
 const PAUSE_MS = 400; // the cursor blinks where no text came for so long: another layer
 const GHOSTS_AT_ONCE = 8; // a fast stream lets the oldest go early, so that a frame stays cheap
 const LINES_TOGETHER = 16; // lines in a block, which is laid out and painted apart from the others
+const PIECES_TOGETHER = 512; // pieces and ghosts in a line, before it goes on in another block
+const PIECES_LOOKED_AT = 128; // for a row to go on with: a few rows of the widest page
 
 // Span -> the tokens that it stands for, for the inspector.
 const tokensOf = new WeakMap();
@@ -83,6 +85,24 @@ export class Lines {
     if (text.endsWith("\n")) this.#endLine();
   }
 
+  /**
+   * Once all is written that a frame shows: a line that has grown long goes on in another block from its last row on,
+   * so that what is laid out in a frame stays small in a text without line ends, and looks the same.
+   */
+  bound() {
+    const long = this.#line?.childElementCount > PIECES_TOGETHER;
+    if (!long || this.#line.contains(document.activeElement)) return; // a token that is moved loses the keyboard
+    const row = lastRow(this.#line);
+    if (!row.length) return;
+    const rest = this.#line.cloneNode();
+    rest.classList.add("goes-on");
+    rest.dir = getComputedStyle(this.#line).direction;
+    rest.append(...row);
+    this.#line = rest;
+    this.#block = null;
+    this.#blockToWrite().append(rest);
+  }
+
   #lineToWrite() {
     if (!this.#line) {
       this.#line = element("div", this.#inCode ? "line code" : "line");
@@ -105,6 +125,23 @@ export class Lines {
     this.#line = null;
     this.#lineText = "";
   }
+}
+
+// The last row of `line` that begins with a token, and what stands behind it; nothing where there is none near the end.
+// Ghosts that are still to go would move the rows behind them.
+function lastRow(line) {
+  const all = [...line.children];
+  const shown = all.filter((one) => one.getClientRects().length);
+  const ghost = shown.findIndex((one) => one.matches(".ghosts:not(.gone)"));
+  const settled = ghost < 0 ? shown.length : ghost;
+  for (let at = settled - 1; at > Math.max(0, settled - PIECES_LOOKED_AT); at--) {
+    const [before, first] = [shown[at - 1], shown[at]];
+    if (!first.matches(".piece") || first.textContent.includes("\n")) continue;
+    const word = first.querySelector(".ink") ?? first;
+    const below = word.getClientRects()[0].top >= [...before.getClientRects()].at(-1).bottom;
+    if (below) return all.slice(all.indexOf(first));
+  }
+  return [];
 }
 
 /**
@@ -150,6 +187,7 @@ export class Answer {
     for (const step of this.#steps) this.#drawStep(step);
     this.#steps = [];
     this.#releaseGhosts();
+    this.#lines.bound();
     this.#onDraw();
   }
 

@@ -1,7 +1,5 @@
 // What the page keeps in the browser, how it scrolls, and how its fields take what is written.
 
-const NEAR_BOTTOM = 120; // px: a reader this close to the end wants to follow it
-
 const NO_KEY = "That is no key: a key is made of ASCII letters, digits and signs, without spaces.";
 
 // Whether `text` may be a key: no header carries others.
@@ -55,24 +53,25 @@ export function keyForm(form, take, problem) {
   });
 }
 
-/** Follows the end of the conversation while the reader is there, and leaves readers who scrolled up alone. */
+/** Follows the end of what grows in a box while the reader is there, and leaves readers who scrolled up alone. */
 export class Follower {
-  #near = true;
+  #box;
+  #atEnd = true;
 
-  /** `here()`: whether what is scrolled is the conversation. */
-  constructor(here) {
-    const scrolled = () => here() && (this.#near = this.#distance() < NEAR_BOTTOM);
-    addEventListener("scroll", scrolled, { passive: true });
+  /** `near`: px, a reader this close to the end of `box` wants to follow it. `here()`: whether the box shows what grows. */
+  constructor(box, near, here = () => true) {
+    this.#box = box;
+    const scrolled = () => here() && (this.#atEnd = this.#distance() < near);
+    (box === document.scrollingElement ? document : box).addEventListener("scroll", scrolled, { passive: true });
   }
 
   #distance() {
-    const page = document.scrollingElement;
-    return page.scrollHeight - page.clientHeight - page.scrollTop;
+    return this.#box.scrollHeight - this.#box.clientHeight - this.#box.scrollTop;
   }
 
   follow({ insist = false } = {}) {
-    if (insist) this.#near = true;
-    if (this.#near) document.scrollingElement.scrollTop = document.scrollingElement.scrollHeight;
+    if (insist) this.#atEnd = true;
+    if (this.#atEnd) this.#box.scrollTop = this.#box.scrollHeight;
   }
 }
 

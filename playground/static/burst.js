@@ -27,6 +27,8 @@ export class BurstTally {
   lastAt = 0;
   #answers;
   #blockLength;
+  #stepped = new Set(); // answers that had their part of the engine's step under way
+  #ended = 0; // answers that ended in the steps before that one
   #timed = 0; // tokens that were made while the clock of `tokensPerSecond` ran
 
   constructor(answers, blockLength) {
@@ -34,10 +36,18 @@ export class BurstTally {
     this.#blockLength = blockLength;
   }
 
-  /** One step of one answer that came at `at`; `finished`: it was its last. */
-  count(trace, finished, at) {
+  /**
+   * One step of the answer number `answer` that came at `at`; `finished`: it was its last. Answers that share a step of
+   * the engine, and may end in it together, come one by one: the next step begins with an answer that had this one.
+   */
+  count(answer, trace, finished, at) {
     const tokens = emitted(trace);
-    const active = this.#answers - this.done;
+    if (this.#stepped.has(answer)) {
+      this.#stepped.clear();
+      this.#ended = this.done;
+    }
+    this.#stepped.add(answer);
+    const active = this.#answers - this.#ended;
     this.firstAt ??= at;
     this.lastAt = at;
     this.tokens += tokens;
@@ -82,10 +92,10 @@ export class BurstTally {
     }));
   }
 
-  /** From the first token to the last. */
+  /** From the first token to the last; null where no step came behind those that read the prompts. */
   get tokensPerSecond() {
     const seconds = (this.lastAt - (this.firstAt ?? 0)) / 1000;
-    return seconds > 0 ? this.#timed / seconds : null;
+    return this.#timed ? this.#timed / seconds : null;
   }
 }
 
@@ -164,8 +174,8 @@ export class Burst {
     for await (const chunks of server.complete(JSON.stringify(body), signal)) {
       const now = performance.now();
       for (const chunk of chunks) {
-        const trace = chunk.tidar;
-        if (trace) tally.count(trace, Boolean(chunk.choices?.[0]?.finish_reason), now - begun);
+        const [choice] = chunk.choices ?? [];
+        if (chunk.tidar) tally.count(choice?.index, chunk.tidar, Boolean(choice?.finish_reason), now - begun);
       }
       if (now - shownAt < SHOW_MS) continue;
       shownAt = now;

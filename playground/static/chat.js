@@ -9,13 +9,14 @@ import { chatBody } from "./stream.js";
 import { newTally, rates } from "./trace.js";
 import { Turn } from "./turn.js";
 
+const NEAR_END = 120; // px
 const NOTHING = { turns: [], edited: false };
 const NARROW = matchMedia("(max-width: 60rem)"); // one column, as in the style sheets
 
 export class Chat {
   #page;
   #root;
-  #follower = new Follower(() => this.#root.dataset.tab === "chat");
+  #follower = new Follower(document.scrollingElement, NEAR_END, () => this.#root.dataset.tab === "chat");
   #meters;
   #ribbon;
   #turns = []; // all that stand on the page
@@ -198,6 +199,15 @@ export class Chat {
     return gone;
   }
 
+  // The live card is about the last answer that stands on the page.
+  #showLive() {
+    const last = this.#turns.at(-1);
+    if (last) return last.showLive();
+    this.#ribbon.clear();
+    this.#meters.show(rates(newTally()), { insist: true });
+    this.#find("[data-badge]").textContent = "no answer yet";
+  }
+
   // Nothing came of the last turn: conversation and composer are as they were before it was asked.
   #takeBack() {
     const { turns, edited } = this.#replaced;
@@ -213,6 +223,7 @@ export class Chat {
     this.#replaced = NOTHING;
     for (const old of turns) old.show();
     this.#turns.push(...turns);
+    this.#showLive();
     return asked;
   }
 
@@ -262,9 +273,7 @@ export class Chat {
     this.#end();
     this.#page.problem("");
     this.#status("");
-    this.#ribbon.clear();
-    this.#meters.show(rates(newTally()), { insist: true });
-    this.#find("[data-badge]").textContent = "no answer yet";
+    this.#showLive();
     this.focus();
   }
 }

@@ -5,12 +5,13 @@ import { Burst } from "./burst.js";
 import { Plot } from "./charts.js";
 import { element } from "./dom.js";
 import { one, orDash, two, whole } from "./numbers.js";
-import { between, byReplica, parseMetrics } from "./prometheus.js";
+import { between, byReplica, missing, parseMetrics } from "./prometheus.js";
 
 const EVERY_MS = 1000;
 const WITHOUT_KEY_MS = 5000; // while a key is wanted: it may not be for ever
 const KEPT = 60; // seconds, and so many readings, of which one comes a second at most
 const WINDOW = 5; // readings over which rates are taken
+const FORGIVEN = 5; // readings that a replica may miss, as a busy one does, before its card goes
 const LONGEST_GAP = 30; // seconds without one, as while the tab was not looked at: what was before is no part of the last minute
 
 const tenthsOfPercent = (share) => `${one.format(100 * share)} %`;
@@ -67,8 +68,7 @@ export class Cluster {
     const { server } = this.#page;
     const key = server.opensMetrics;
     try {
-      const replicas = byReplica(parseMetrics(await server.metrics()));
-      this.#take(replicas, performance.now() / 1000);
+      this.#take(parseMetrics(await server.metrics()), performance.now() / 1000);
       this.#problem("");
       this.#form.hidden = true;
     } catch (error) {
@@ -97,26 +97,48 @@ export class Cluster {
     if (had && document.activeElement === document.body) this.#find("#c-key").focus();
   }
 
-  #take(replicas, now) {
-    for (const [name, card] of this.#cards) {
-      if (replicas.has(name)) continue;
-      card.root.remove();
-      card.plot.close();
-      this.#cards.delete(name);
-    }
-    const several = new Set([...replicas.values()].map(({ model }) => model)).size > 1;
+  #take(samples, now) {
+    const replicas = byReplica(samples);
     for (const [name, values] of replicas) {
       if (!this.#cards.has(name)) this.#cards.set(name, this.#newCard());
       const card = this.#cards.get(name);
-      const title = several ? `${values.model}, replica ${name}` : `Replica ${name}`;
-      card.title.textContent = title;
-      card.root.setAttribute("aria-label", title);
       const known = card.readings.at(-1)?.now > now - LONGEST_GAP ? card.readings : [];
       card.readings = [...known, { now, values }].slice(-KEPT - WINDOW);
+      card.missed = 0;
       this.#showCard(card);
     }
-    this.#find(".replicas-empty").hidden = replicas.size > 0;
-    this.#showTotals([...this.#cards.values()]);
+    for (const [name, card] of this.#cards) if (!replicas.has(name)) this.#miss(name, card);
+    const models = [...this.#cards.values()].map(({ readings }) => readings.at(-1).values.model);
+    this.#showTitles(new Set(models).size > 1);
+    this.#showEmpty(missing(samples, models));
+    this.#showTotals();
+  }
+
+  // Its figures stand still meanwhile.
+  #miss(name, card) {
+    card.missed += 1;
+    card.silent.hidden = false;
+    if (card.missed <= FORGIVEN) return;
+    card.root.remove();
+    card.plot.close();
+    this.#cards.delete(name);
+  }
+
+  #showTitles(severalModels) {
+    for (const [name, { root, title, readings }] of this.#cards) {
+      title.textContent = severalModels ? `${readings.at(-1).values.model}, replica ${name}` : `Replica ${name}`;
+      root.setAttribute("aria-label", title.textContent);
+    }
+  }
+
+  // `without`: names that have no card, each with whether it sleeps.
+  #showEmpty(without) {
+    const lines = [...without].map(([model, sleeps]) =>
+      sleeps ? `${model} sleeps: the next request wakes it.` : `${model} has no replica that answers.`,
+    );
+    const line = this.#find(".replicas-empty");
+    line.textContent = lines.join(" ") || "No replica has answered yet.";
+    line.hidden = !lines.length && this.#cards.size > 0;
   }
 
   #newCard() {
@@ -130,9 +152,10 @@ export class Cluster {
     const chart = element("div", "spark");
     const since = element("p", "note");
     const title = element("h3", "");
-    const root = element("section", "card replica", title, list, chart, since);
+    const silent = element("span", "badge", "did not answer just now");
+    const root = element("section", "card replica", element("div", "card-head", title, silent), list, chart, since);
     this.#find(".replicas").append(root);
-    return { root, title, fields, since, plot: new Plot(chart, 96), readings: [] };
+    return { root, title, silent, fields, since, plot: new Plot(chart, 96), readings: [], missed: 0 };
   }
 
   #showCard(card) {
@@ -140,6 +163,7 @@ export class Cluster {
     const { values } = readings.at(-1);
     const facts = { ...values, ...recent(readings, readings.length - 1) };
     card.facts = facts;
+    card.silent.hidden = true;
     for (const [field, , format] of FIELDS) fields.get(field).textContent = format(facts[field]);
     const held = values.drafted ? `, ${tenthsOfPercent(values.accepted / values.drafted)} of drafts held` : "";
     const steps = values.steps ? `, ${two.format(values.stepTokens / values.steps)} a step` : "";
@@ -154,8 +178,9 @@ export class Cluster {
     });
   }
 
-  #showTotals(cards) {
-    this.#find(".totals").hidden = cards.length < 2;
+  #showTotals() {
+    this.#find(".totals").hidden = this.#cards.size < 2;
+    const cards = [...this.#cards.values()].filter(({ missed }) => !missed);
     const sum = (field) => cards.reduce((total, { facts }) => total + (facts[field] ?? 0), 0);
     const say = (name, text) => (this.#find(`[data-total=${name}]`).textContent = text);
     say("replicas", whole.format(cards.length));

@@ -1,11 +1,14 @@
 // One lane of the race: its answer, its numbers, all its runs.
 
 import { answerText } from "./answer.js";
+import { Follower } from "./browser.js";
 import { button } from "./dom.js";
 import { Meters } from "./meters.js";
 import { replay, Run } from "./run.js";
 import { median } from "./stats.js";
 import { newTally, rates } from "./trace.js";
+
+const LINE = 24; // px: whoever scrolls up by more reads there
 
 export class Lane {
   runs = [];
@@ -46,15 +49,11 @@ export class Lane {
     return this.#root.querySelector(".lane-text");
   }
 
+  // In a box as high as the other lane's.
   #freshText() {
     const text = answerText("Text of this run");
     this.#box.replaceChildren(text);
     return text;
-  }
-
-  // The end of the answer stays in sight, in a box as high as the other lane's.
-  #follow(text) {
-    text.scrollTop = text.scrollHeight;
   }
 
   /** Show the answer from its start, to be compared with the other lane's. */
@@ -64,10 +63,11 @@ export class Lane {
 
   async measure(recording, open, signal) {
     const text = this.#freshText();
+    const follower = new Follower(text, LINE);
     const run = new Run(text, recording, {
       drawn: () => {
         this.#meters.show(run.rates());
-        this.#follow(text);
+        follower.follow();
       },
     });
     this.runs.push(run);
@@ -87,9 +87,10 @@ export class Lane {
   async replay(signal) {
     this.#box.style.minHeight = `${this.#box.offsetHeight}px`; // so that nothing moves while the text grows again
     const text = this.#freshText();
+    const follower = new Follower(text, LINE);
     this.#root.dataset.replay = "";
     this.#state("replay");
-    await replay(this.latest.recording, text, signal, () => this.#follow(text));
+    await replay(this.latest.recording, text, signal, () => follower.follow());
     this.#box.style.minHeight = "";
     delete this.#root.dataset.replay;
     this.#state(signal.aborted ? "replay stopped" : "replay over");

@@ -11,6 +11,11 @@ import { Shelf } from "./shelf.js";
 import { Tabs } from "./tabs.js";
 
 const STATES = { 0: "No answer from the server", 401: "Waiting for an API key", 503: "The model is not ready" };
+// By the field of a request that does not fit the model.
+const MAKE_ROOM = {
+  max_tokens: "Lower “Max tokens” in the settings: at its maximum it is as many as there is room for.",
+  messages: "In a conversation, “Clear” makes room.",
+};
 const LOOK_AGAIN_MS = 3000; // for a server that did not answer, or is starting
 
 class Page {
@@ -168,7 +173,8 @@ class Page {
     if (error.status === 401 && error.key !== this.#server.key.value) {
       return this.#problem("This was asked with the key that was here before. Ask again.");
     }
-    this.#problem(error.message);
+    const todo = error.code === "context_length_exceeded" ? MAKE_ROOM[error.param] : "";
+    this.#problem(todo ? `${error.message} ${todo}` : error.message);
     if (error.status === 401) this.#wantKey();
     else this.#server.failed(error);
   }

@@ -48,6 +48,16 @@ export function byReplica(samples) {
   return replicas;
 }
 
+/** Names that are served and not among those `there`, each with whether it sleeps: every ingress has to say so. */
+export function missing(samples, there) {
+  const found = new Map();
+  for (const { name, labels, value } of samples) {
+    if (name !== "tidar:model_sleeps" || there.includes(labels.model_name)) continue;
+    found.set(labels.model_name, value === 1 && (found.get(labels.model_name) ?? true));
+  }
+  return found;
+}
+
 /**
  * What happened between two readings of one replica, `seconds` apart; a ratio is null where nothing was counted. A
  * replica that was started anew counts from 0 again: there is nothing to compare then, and all of it is null.

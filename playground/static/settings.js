@@ -29,12 +29,15 @@ export class Settings {
     return this.#find("[name=t-drafts]:checked").value;
   }
 
-  /** All that is set, once there is a model. An empty top-k is what the model's makers want. */
+  /**
+   * All that is set, once there is a model. An empty top-k is what the model's makers want. The most tokens are as many
+   * as there is room for: the prompt takes some of them, so that number itself would be refused.
+   */
   read() {
     const number = (id) => Number(this.#find(id).value);
     return {
       drafts: this.drafts,
-      maxTokens: number("#t-max"),
+      maxTokens: number("#t-max") < this.#server.model.max_model_len ? number("#t-max") : undefined,
       block: number("#t-block"),
       temperature: number("#t-temperature"),
       topP: number("#t-top-p"),

@@ -5,12 +5,14 @@ const TEXT_MS = 15_000; // for models or a page of metrics, whose server may wai
 
 const UNREADABLE = "The server's answer cannot be read. Is there a proxy in between that wants you to sign in?";
 
-/** An answer of the server that is not what was asked for; the message is one line for the reader. `key`: asked with. */
+/**
+ * An answer of the server that is not what was asked for; the message is one line for the reader. `key`: asked with.
+ * `code`, `param`: what is wrong, and with which field of the request, where the server says so.
+ */
 class ApiError extends Error {
-  constructor(message, { status = 0, key = "" } = {}) {
+  constructor(message, { status = 0, key = "", code = null, param = null } = {}) {
     super(message);
-    this.status = status;
-    this.key = key;
+    Object.assign(this, { status, key, code, param });
   }
 }
 
@@ -51,7 +53,7 @@ async function request(url, key, wanted, { headers: more, ...options } = {}) {
     if (error.name === "AbortError") throw error;
     throw new ApiError("The server cannot be reached. Is it still running?");
   }
-  if (!response.ok) throw new ApiError(await errorLine(response), { status: response.status, key });
+  if (!response.ok) throw await refusal(response, key);
   const type = oneLine((response.headers.get("Content-Type") ?? "").split(";")[0]).toLowerCase();
   if (type === wanted) return response;
   response.body?.cancel().catch(() => {});
@@ -61,17 +63,19 @@ async function request(url, key, wanted, { headers: more, ...options } = {}) {
   );
 }
 
-async function errorLine(response) {
+async function refusal(response, key) {
+  const { status, statusText } = response;
   const wait = response.headers.get("Retry-After");
   const again = /^\d+$/.test(wait ?? "") ? ` Try again in ${wait} s.` : ""; // it may be a date, of a proxy's
   try {
     const { error } = JSON.parse(await response.text());
-    if (error?.message) return oneLine(error.message) + again;
+    const { code, param } = error ?? {};
+    if (error?.message) return new ApiError(oneLine(error.message) + again, { status, key, code, param });
   } catch (error) {
     if (error.name === "AbortError") throw error;
     // Not an OpenAI error (a proxy's page, say): the status line has to do.
   }
-  return `The server answered ${response.status} ${response.statusText}.`.replace(" .", ".") + again;
+  return new ApiError(`The server answered ${status} ${statusText}.`.replace(" .", ".") + again, { status, key });
 }
 
 function oneLine(message) {
@@ -159,7 +163,8 @@ function parseChunk(data) {
 
 /**
  * The request body as JSON text, `settings.system` said before the messages. `settings.seed` is a string of digits,
- * written as the number they are, whatever its size; what is empty is left out, so that the server's own defaults hold.
+ * written as the number they are, whatever its size; what is empty is left out, so that the server's own defaults hold:
+ * without `settings.maxTokens` an answer may have as many tokens as there is room for.
  */
 export function chatBody(model, messages, settings) {
   const tidar = { trace: true, drafts: settings.drafts };

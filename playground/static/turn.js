@@ -81,6 +81,16 @@ export class Turn {
     this.#article.remove();
   }
 
+  /** What the live card says of an answer that is over. */
+  showLive() {
+    const { meters, ribbon, badge } = this.#parts;
+    meters.show(this.#run.finalRates(), { insist: true });
+    ribbon.clear();
+    ribbon.push(this.recording.steps.map(({ trace }) => trace).filter(Boolean));
+    ribbon.draw();
+    badge.textContent = this.#run.metrics ? "counted by the server, timed here" : "as far as it came";
+  }
+
   lock(locked) {
     this.#edit.disabled = this.#again.disabled = this.#undo.disabled = locked;
   }
@@ -130,9 +140,7 @@ export class Turn {
   #close() {
     const { failure, stopped, metrics } = this.#run;
     const final = this.#run.finalRates();
-    this.#parts.meters.show(final, { insist: true });
-    this.#parts.ribbon.draw();
-    this.#parts.badge.textContent = metrics ? "counted by the server, timed here" : "as far as it came";
+    this.showLive();
     const why = stopped ? "stopped by you" : ENDINGS[this.recording.finish] ?? "broken off";
     if (failure) this.#parts.failed(failure);
     else this.#parts.status(stopped ? "Stopped." : `Done: ${spoken(final)}.`);

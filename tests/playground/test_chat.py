@@ -88,6 +88,17 @@ def test_what_is_sent(opened: Visit, recorded: RecordedServer) -> None:
     assert body["model"] == "recorded/SmolLM2-135M-Instruct"
 
 
+def test_at_its_maximum_the_server_says_how_many_tokens_there_is_room_for(
+    opened: Visit, recorded: RecordedServer
+) -> None:
+    recorded.play(recording(plain_steps(TOKENS)))
+    for tokens in (MODEL["max_model_len"] - 1, MODEL["max_model_len"]):
+        opened.page.fill("#t-max", str(tokens))
+        ask(opened.page, "Go")
+        opened.settle()
+    assert [body.get("max_tokens") for body in recorded.bodies] == [8191, None]
+
+
 def test_numbers_at_the_end_are_the_servers(opened: Visit, recorded: RecordedServer) -> None:
     answer = recording(plain_steps(TOKENS))
     last = json.loads(answer.events[-1].removeprefix("data: "))

@@ -5,6 +5,8 @@ import re
 import pytest
 from playwright.sync_api import Browser, BrowserContext, Page, Route, expect
 
+from cluster.observe.ingress_metrics import IngressMetrics, render
+from tests.cluster.observe.behind import Behind
 from tests.playground.asking import overflow, past
 from tests.playground.conftest import Visit, visit
 from tests.playground.recorded import HOSTILE_REPLICA, RecordedServer, burst, metrics_pages
@@ -60,6 +62,62 @@ def test_replicas_live(opened: Visit, recorded: RecordedServer) -> None:
     before = len(opened.requests)
     page.wait_for_timeout(1500)
     assert len(opened.requests) == before
+
+
+def test_a_replica_that_misses_a_reading_stays_for_a_while(opened: Visit) -> None:
+    both, one = metrics_pages(1, ("one", "two"))[0], metrics_pages(1, ("one",))[0]
+    readings = [both, one]
+    held: list[Route] = []  # what is on show stays until there is another reading
+
+    def answer(route: Route) -> None:
+        if readings:
+            route.fulfill(body=readings.pop(0), content_type="text/plain")
+        else:
+            held.append(route)
+
+    def read(*more: str) -> None:
+        readings.extend(more)
+        if held:
+            answer(held.pop())
+
+    page = opened.page
+    page.route("**/metrics", answer)
+    page.click("#tab-cluster")
+    second = page.locator(".replica").nth(1)
+    silent = second.get_by_text("did not answer just now")
+    running = page.locator("[data-total=running]")
+    expect(silent).to_be_visible()
+    assert fields(page, 1)["Running"] == "2"
+    expect(running).to_have_text("2")  # of those that answer
+    read(both)
+    expect(silent).to_be_hidden()
+    expect(running).to_have_text("4")
+    read(*[one] * 5)
+    expect(silent).to_be_visible()
+    expect(page.locator(".replica h3")).to_have_text(["Replica one", "Replica two"])
+    read(one)
+    expect(page.locator(".replica h3")).to_have_text(["Replica one"])
+    page.unroute_all(behavior="ignoreErrors")
+
+
+def test_a_model_that_sleeps_is_told_so(opened: Visit, recorded: RecordedServer) -> None:
+    here, there = IngressMetrics("here"), IngressMetrics("there")
+    for ingress in (here, there):
+        ingress.watch("<b>m</b>", Behind(engines=0, sleeps=True))
+    here.watch("gone", Behind(engines=0, sleeps=True))
+    there.watch("gone", Behind(engines=0, sleeps=False))
+    asleep = render([here.collect(), there.collect()]).decode()
+    recorded.metrics[:] = [asleep]
+    page = opened.page
+    page.click("#tab-cluster")
+    line = page.locator(".replicas-empty")
+    sleeps = "<b>m</b> sleeps: the next request wakes it."
+    expect(line).to_have_text(f"{sleeps} gone has no replica that answers.")
+    recorded.metrics[:] = [asleep + metrics_pages(1, ("one",), other="gone")[0].replace('"m"', '"gone"')]
+    expect(page.locator(".replica")).to_have_count(1)
+    expect(line).to_have_text(sleeps)
+    recorded.metrics[:] = metrics_pages(1, ("one",))
+    expect(line).to_be_hidden()
 
 
 SLOW = """() => {

@@ -229,12 +229,28 @@ def test_a_stopped_answer_frees_its_place(live: Visit, live_server: Server) -> N
     until_idle(live_server)
 
 
+def test_the_most_tokens_are_as_many_as_there_is_room_for(live: Visit, live_server: Server) -> None:
+    page = live.page
+    length = int(page.wait_for_selector("#t-max[max]").get_attribute("max") or "")
+    page.fill("#t-max", str(length - 1))
+    page.fill("#t-prompt", ENDLESS)
+    page.press("#t-prompt", "Enter")
+    expect(page.locator("#t-problem")).to_contain_text("Lower “Max tokens” in the settings: at its maximum")
+    page.fill("#t-max", str(length))
+    page.press("#t-prompt", "Enter")
+    page.wait_for_selector(".piece", timeout=60_000)
+    page.click("#t-stop")
+    until_idle(live_server)
+    live.complaints.clear()  # the browser's own note of the 400
+
+
 def test_too_long_a_prompt_is_one_line(live: Visit) -> None:
     page = live.page
     page.fill("#t-prompt", "word " * 20_000)
     page.press("#t-prompt", "Enter")
     problem = page.locator("#t-problem")
     expect(problem).to_contain_text("maximum context length")
+    expect(problem).to_contain_text("“Clear” makes room")
     live.complaints.clear()  # the browser's own note of the 400
 
 

@@ -5,7 +5,7 @@ from axe_playwright_python.sync_playwright import Axe
 from playwright.sync_api import Browser, BrowserContext, Page, Route, expect
 
 from tests import plain_http
-from tests.playground.asking import TOKENS, ask, overflow
+from tests.playground.asking import TOKENS, ask, overflow, shown
 from tests.playground.conftest import Visit, visit
 from tests.playground.recorded import RecordedServer, burst, metrics_pages, plain_steps, recording
 
@@ -169,6 +169,40 @@ def test_less_motion_where_it_is_wished(chromium: Browser, recorded: RecordedSer
     running = "document.getAnimations({ subtree: true }).filter((one) => one.playState === 'running').length"
     assert opened.page.evaluate(running) == 0
     context.close()
+
+
+PLACES = """() => [...document.querySelectorAll(".answer-text .ink")].map((one) => {
+  const { left, top } = one.getClientRects()[0];
+  return [left, top + scrollY].map(Math.round);
+})"""
+JOIN = """() => {
+  for (const line of document.querySelectorAll(".answer-text .goes-on")) {
+    const block = line.parentElement;
+    block.previousElementSibling.lastElementChild.append(...line.childNodes);
+    block.remove();
+  }
+}"""
+
+
+@pytest.mark.parametrize("ghosts", ["fade", "keep"])
+def test_a_long_line_is_laid_out_in_parts_that_look_like_one(
+    opened: Visit, recorded: RecordedServer, ghosts: str
+) -> None:
+    tokens = [" " + token.strip() for token in TOKENS] * 100
+    steps = plain_steps(tokens)
+    recorded.play(recording(steps, pause=1.4 / len(steps)))
+    page = opened.page
+    page.locator(f"label:has(> [value={ghosts}])").click()
+    ask(page, "Go")
+    opened.settle()
+    expect(page.locator(".answer-text .ghosts:not(.gone)")).to_have_count(0)
+    lines = page.locator(".answer-text .line")
+    assert lines.count() > 1
+    assert shown(page) == "".join(tokens)
+    places = page.evaluate(PLACES)
+    page.evaluate(JOIN)
+    assert lines.count() == 1
+    assert page.evaluate(PLACES) == places
 
 
 SERIOUS = ("serious", "critical")

@@ -255,6 +255,25 @@ def test_a_race_that_was_stopped_or_broke_off_has_no_winner(opened: Visit, recor
     expect(page.locator("#r-start")).to_be_visible()
 
 
+def test_whoever_scrolls_up_in_a_lane_stays_there(opened: Visit, recorded: RecordedServer) -> None:
+    recorded.play(Recording(recording([Step((), 0, token, token) for token in TOKENS * 100]).events, 0.01))
+    page = opened.page
+    page.click("#tab-race")
+    page.click("#r-start")
+    lane = page.locator("[data-lane=off] .answer-text")
+    page.wait_for_function("one => one.scrollTop > 200", arg=lane.element_handle())
+    lane.hover()
+    page.mouse.wheel(0, -60)
+    place = page.wait_for_function(STANDS, arg=lane.element_handle()).json_value()
+    lane.evaluate("one => (one.scrollTop = one.scrollHeight)")
+    page.wait_for_function("([one, place]) => one.scrollTop > place + 200", arg=[lane.element_handle(), place])
+    page.click("#r-stop")
+
+
+# Where a box stands whose text has grown well beyond it.
+STANDS = """one => one.scrollHeight - one.clientHeight - one.scrollTop > 200 && one.scrollTop"""
+
+
 # Starts the replay: what it is called in that very moment, and whether the lane with drafts is ahead at some time.
 REPLAYED = """async (watch) => {
   watch.click();

@@ -81,7 +81,7 @@ def test_the_gap_between_two_replicas_is_no_step(blank: Page) -> None:
 COURSE = """async ([file, answers, counted]) => {
   const tally = new (await import(file)).BurstTally(answers);
   for (const [at, finished] of counted) {
-    tally.count({ step: 1, accepted: 0, anchor: {}, rows: { verify: 1, mask: 0 } }, finished, at);
+    tally.count(0, { step: 1, accepted: 0, anchor: {}, rows: { verify: 1, mask: 0 } }, finished, at);
   }
   return tally.course;
 }"""
@@ -100,7 +100,7 @@ def test_a_burst_does_not_slow_down_at_its_end(blank: Page, end: int, middles: l
 CLASSES = """async ([file, verified]) => {
   const tally = new (await import(file)).BurstTally(1, 4);
   for (const verify of verified) {
-    tally.count({ step: 1, drafted: [], accepted: 0, anchor: {}, rows: { verify, mask: 0 } }, false, 10);
+    tally.count(0, { step: 1, drafted: [], accepted: 0, anchor: {}, rows: { verify, mask: 0 } }, false, 10);
   }
   return [...tally.classes.values()];
 }"""
@@ -109,6 +109,28 @@ CLASSES = """async ([file, verified]) => {
 def test_text_that_is_read_again_is_no_part_of_a_burst_s_rows(blank: Page) -> None:
     found = blank.evaluate(CLASSES, [f"/playground/{read_files().address}/burst.js", [1, 480, 4]])
     assert found == [{"steps": 2, "verify": 5, "mask": 0, "tokens": 2}]
+
+
+AT_ONCE = """async ([file, lengths]) => {
+  const tally = new (await import(file)).BurstTally(lengths.length, 4);
+  for (let step = 0; step < Math.max(...lengths); step++) {
+    for (const [answer, length] of lengths.entries()) {
+      const trace = { step, drafted: [], accepted: 0, anchor: {}, rows: { verify: 1, mask: 0 } };
+      if (step < length) tally.count(answer, trace, step === length - 1, 10 * step);
+    }
+  }
+  return [...tally.classes].map(([end, { steps }]) => [end, steps]);
+}"""
+
+
+@pytest.mark.parametrize(
+    ("lengths", "steps"),
+    [([4] * 16, [[16, 48]]), ([2, 4, 2, 4], [[4, 4], [2, 4]]), ([3, 2, 1], [[2, 2], [1, 1]])],
+    ids=["all end in one step", "two and two", "one after the other"],
+)
+def test_answers_that_end_in_one_step_ran_at_once(blank: Page, lengths: list[int], steps: list[list[int]]) -> None:
+    found = blank.evaluate(AT_ONCE, [f"/playground/{read_files().address}/burst.js", lengths])
+    assert found == steps
 
 
 def test_text_that_is_read_again_is_no_step_of_the_curve(blank: Page) -> None:
@@ -120,7 +142,7 @@ def test_text_that_is_read_again_is_no_step_of_the_curve(blank: Page) -> None:
 SPEED = """async ([file, answers, counted]) => {
   const tally = new (await import(file)).BurstTally(answers);
   for (const [step, at] of counted) {
-    tally.count({ step, drafted: [], accepted: 0, anchor: {}, rows: { verify: 1, mask: 0 } }, false, at);
+    tally.count(0, { step, drafted: [], accepted: 0, anchor: {}, rows: { verify: 1, mask: 0 } }, false, at);
   }
   return tally.tokensPerSecond;
 }"""
@@ -138,6 +160,11 @@ def test_tokens_that_came_before_the_clock_ran_are_no_speed(blank: Page, came: t
 def test_drafts_behind_a_stop_count_as_not_judged(blank: Page) -> None:
     cut = wire(StepTrace(1, 0.1, (1, 2, 3), 1, None, 4, (), None, 4, 0))
     assert call(blank, "stats.js", "acceptanceByPosition", [cut]) == [{"judged": 1, "held": 1}]
+
+
+def test_answers_of_one_token_have_no_speed(blank: Page) -> None:
+    counted = [(0, 50), (0, 60)]
+    assert blank.evaluate(SPEED, [f"/playground/{read_files().address}/burst.js", 2, counted]) is None
 
 
 curves = st.dictionaries(st.integers(1, 200), st.integers(1, 1000), min_size=1, max_size=6)

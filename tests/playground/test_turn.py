@@ -112,6 +112,39 @@ def test_a_question_is_edited_in_its_place(opened: Visit, recorded: RecordedServ
     expect(page.locator(".welcome")).to_be_visible()
 
 
+def test_the_live_card_is_about_the_answer_that_stands(opened: Visit, recorded: RecordedServer) -> None:
+    page = opened.page
+
+    def live() -> list[str]:
+        return texts(page.locator(".live :is([data-badge], [data-meter], .column-of-step)"))
+
+    page.click("#t-clear")
+    nothing = live()
+    recorded.play(BROKEN)
+    ask(page, "Anyone?")
+    expect(page.locator("#t-problem")).to_have_text("The engine stopped.")
+    assert live() == nothing
+    recorded.play(recording(plain_steps(TOKENS)), recording(plain_steps(TOKENS[:5])), BROKEN)
+    page.press("#t-prompt", "Enter")
+    opened.settle()
+    first = live()
+    again = anew(page, "Again, question 1")
+    again.click()
+    opened.settle()
+    expect(again).to_be_enabled()
+    second = live()
+    assert second != first
+    again.click()
+    expect(page.locator("#t-problem")).to_have_text("The engine stopped.")
+    expect(again).to_be_enabled()
+    assert live() == second
+    recorded.play(recording(plain_steps(TOKENS[:9])))
+    again.click()
+    opened.settle()
+    page.get_by_role("button", name="Undo").click()
+    assert live() == second
+
+
 def test_what_was_thought_goes_back_as_thoughts(opened: Visit, recorded: RecordedServer) -> None:
     """That was cut, too: an open tag in the text would have the model think on."""
     said = ["<think>\nWhy? <b>\n</think>\n\nYes.\n", "<think>\nHm", "<think>\n\n</think>\n\nNo.", "A </think>"]
