@@ -1,5 +1,7 @@
 // What the page keeps in the browser, how it scrolls, and how its fields take what is written.
 
+export const NARROW = matchMedia("(max-width: 60rem)"); // one column, as in the style sheets
+
 const NO_KEY = "That is no key: a key is made of ASCII letters, digits and signs, without spaces.";
 
 // Whether `text` may be a key: no header carries others.

@@ -1,6 +1,6 @@
 // The chat: asks the server, and hands what comes back to the drawing parts.
 
-import { composes, fitHeight, Follower, submitOnEnter } from "./browser.js";
+import { composes, fitHeight, Follower, NARROW, submitOnEnter } from "./browser.js";
 import { focusButton, swap } from "./dom.js";
 import { Inspector } from "./inspector.js";
 import { Meters, Ribbon } from "./meters.js";
@@ -11,7 +11,6 @@ import { Turn } from "./turn.js";
 
 const NEAR_END = 120; // px
 const NOTHING = { turns: [], edited: false };
-const NARROW = matchMedia("(max-width: 60rem)"); // one column, as in the style sheets
 
 export class Chat {
   #page;

@@ -1,6 +1,6 @@
 // The page: its tabs, the server behind it, and what the views share.
 
-import { keyForm } from "./browser.js";
+import { keyForm, NARROW } from "./browser.js";
 import { Chat } from "./chat.js";
 import { Cluster } from "./cluster.js";
 import { Hood } from "./hood.js";
@@ -16,6 +16,7 @@ const MAKE_ROOM = {
   max_tokens: "Lower “Max tokens” in the settings: at its maximum it is as many as there is room for.",
   messages: "In a conversation, “Clear” makes room.",
 };
+const STILL = matchMedia("(prefers-reduced-motion: reduce)"); // a rejected draft that goes would move the words behind it
 const LOOK_AGAIN_MS = 3000; // for a server that did not answer, or is starting
 
 class Page {
@@ -81,12 +82,24 @@ class Page {
     this.#find("#t-forget").addEventListener("click", () => this.#forgetKeys());
     for (const radio of this.#root.querySelectorAll("[name=t-ghosts]")) {
       radio.addEventListener("change", () => (this.#root.dataset.ghosts = radio.value));
+      if (STILL.matches && radio.value === "keep") radio.click();
     }
     const marks = this.#find("#t-marks");
     marks.addEventListener("change", () => (this.#root.dataset.marks = marks.checked ? "on" : "off"));
     this.#server.addEventListener("models", () => this.#showServer());
     this.#server.addEventListener("key", () => this.#showKey());
+    NARROW.addEventListener("change", () => this.#placeCards());
+    this.#placeCards();
     this.#listenToTheme();
+  }
+
+  // The keyboard goes as the eye does: the cards stand above the views on a narrow page, else at their right.
+  #placeCards() {
+    const cards = this.#find(".side");
+    const focused = cards.contains(document.activeElement) && document.activeElement;
+    if (NARROW.matches) this.#find(".notices").after(cards);
+    else [...this.#root.querySelectorAll("[role=tabpanel]")].at(-1).after(cards);
+    if (focused) focused.focus({ preventScroll: true }); // what is moved loses it
   }
 
   #listenToTheme() {

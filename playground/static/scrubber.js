@@ -88,7 +88,7 @@ export class Scrubber {
     drawStep(this.#find("table"), trace, this.#steps[at - 1]?.trace, this.#steps[at + 1]?.trace);
     const story = tellStep(trace);
     this.#find("[data-story]").textContent = story;
-    this.#find("[data-count]").textContent = `${at + 1} of ${last + 1}`;
+    this.#find("[data-count]").textContent = `step ${trace.step} of ${this.#steps[last].trace.step}`;
     this.#slider.value = String(at);
     this.#slider.setAttribute("aria-valuetext", story);
     this.#bringIntoSight(this.#spans[at][0]);

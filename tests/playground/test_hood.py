@@ -91,7 +91,7 @@ def test_step_by_step(opened: Visit, recorded: RecordedServer) -> None:
     page = inside(opened, recorded, shaped(recording(STEPS)))
     expect(page.locator(".replay-badge")).to_have_text("replay of a recording")
     # It opens at the first step of which some drafts held and some did not.
-    expect(page.locator("[data-count]")).to_have_text("2 of 4")
+    expect(page.locator("[data-count]")).to_have_text("step 1 of 3")
     assert cells(page, "verify") == [
         ["anchor", "The"],
         ["held", " quick"],
@@ -125,14 +125,15 @@ def test_step_by_step(opened: Visit, recorded: RecordedServer) -> None:
     slider = page.get_by_role("slider", name="Step", exact=True)
     slider.focus()
     page.keyboard.press("End")
-    expect(page.locator("[data-count]")).to_have_text("4 of 4")
+    expect(page.locator("[data-count]")).to_have_text("step 3 of 3")
     assert text.locator(".ahead").count() == 0
     assert (slider.get_attribute("aria-valuetext") or "").startswith("Step 3 verified 1 draft: none held")
     page.keyboard.press("Home")
     assert cells(page, "verify") == [["anchor", "prompt"]]
     expect(page.locator("[data-story]")).to_contain_text("Step 0 read the prompt")
+    expect(page.locator("[data-count]")).to_have_text("step 0 of 3")
     page.get_by_role("button", name="Play").click()
-    expect(page.locator("[data-count]")).to_have_text("4 of 4")
+    expect(page.locator("[data-count]")).to_have_text("step 3 of 3")
     expect(page.locator("[data-play]")).to_have_text("Play")
     assert len(recorded.bodies) == 1, "a replay asks for nothing"
     assert page.locator("[data-play]").evaluate(LEFT_WHILE_IT_PLAYS) == ["Pause", "Play"], "nobody looks"
@@ -220,10 +221,10 @@ def test_what_is_studied_stays_when_another_answer_ends(
     recorded.play(recording(plain_steps(TOKENS), pause=0.1))
     ask(page, "In the background")
     page.get_by_role("button", name="Look inside").first.click()
-    expect(page.locator("[data-count]")).to_have_text("2 of 4")
+    expect(page.locator("[data-count]")).to_have_text("step 1 of 3")
     expect(page.locator("#h-which option")).to_have_count(2)
     expect(page.locator("#h-which option:checked")).to_have_text(re.compile(r"Chat \(full\): Go on · \d+:\d\d:\d\d"))
-    expect(page.locator("[data-count]")).to_have_text("2 of 4")
+    expect(page.locator("[data-count]")).to_have_text("step 1 of 3")
     page.set_input_files("#h-file", file)
     expect(page.locator("#h-which option:checked")).to_contain_text("File: ")
 

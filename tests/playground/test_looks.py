@@ -168,6 +168,10 @@ def test_less_motion_where_it_is_wished(chromium: Browser, recorded: RecordedSer
     opened.page.wait_for_selector(".answer-text .ghosts", state="attached")
     running = "document.getAnimations({ subtree: true }).filter((one) => one.playState === 'running').length"
     assert opened.page.evaluate(running) == 0
+    opened.settle()
+    expect(opened.page.locator(".answer-text .ghosts:not(.gone)")).to_have_count(0)
+    expect(opened.page.locator(".answer-text .ghosts").first).to_be_visible()  # it would move words as it goes
+    expect(opened.page.locator("[value=keep]")).to_be_checked()
     context.close()
 
 
@@ -250,6 +254,33 @@ def seen(page: Page, tab: str) -> tuple[list[tuple[str, str]], int]:
     page.click(f"#tab-{tab}")
     page.wait_for_timeout(50)
     return faults(page), max(0, overflow(page))
+
+
+@pytest.mark.parametrize("resized", [False, True])
+@pytest.mark.parametrize(
+    ("width", "order"), [(1280, ["t-prompt", "t-marks", "t-max"]), (900, ["t-marks", "t-max", "t-prompt"])]
+)
+def test_the_tab_key_goes_as_the_eye_does(opened: Visit, width: int, order: list[str], resized: bool) -> None:
+    page = opened.page
+    page.set_viewport_size({"width": {900: 1280, 1280: 900}[width] if resized else width, "height": 800})
+    page.reload()
+    page.wait_for_selector("#t-prompt")
+    page.focus("#t-settings summary")
+    page.set_viewport_size({"width": width, "height": 800})
+    page.evaluate("new Promise(requestAnimationFrame)")
+    expect(page.locator("#t-settings summary")).to_be_focused()
+    for card in page.locator(".side details").all():
+        card.evaluate("one => (one.open = true)")
+    page.focus("#tab-chat")
+    walked = []
+    while (found := press_tab(page)) not in walked:
+        walked.append(found)
+    assert [one for one in walked if one in order] == order
+
+
+def press_tab(page: Page) -> str:
+    page.keyboard.press("Tab")
+    return str(page.evaluate("document.activeElement.id || document.activeElement.outerHTML"))
 
 
 def test_tabs_are_walked_with_the_keyboard_and_named_in_the_address(opened: Visit, recorded: RecordedServer) -> None:
