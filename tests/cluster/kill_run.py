@@ -8,10 +8,20 @@ import tempfile
 from pathlib import Path
 
 from cluster.options import ServeOptions
-from tests.cluster.kills import Verdict, hang, judge, kill, slow_model, stop_for, streams_under_blows, wait_for_replicas
+from tests.cluster.kills import (
+    Verdict,
+    end,
+    hang,
+    judge,
+    kill,
+    slow_model,
+    stop_for,
+    streams_under_blows,
+    wait_for_replicas,
+)
 from tests.servers import running, start_with
 
-BLOWS = {"kill": kill, "stop": stop_for(6.0), "hang": hang}
+BLOWS = {"kill": kill, "end": end, "stop": stop_for(6.0), "hang": hang}
 
 
 def run(directory: Path, options: ServeOptions, streams: int, seconds: float, tokens: int, blow: str) -> Verdict:

@@ -1,4 +1,4 @@
-"""Answers of every kind over replicas that are killed or stopped under them.
+"""Answers of every kind over replicas that are killed, ended or stopped under them.
 
 Completions, chats and responses, whole and streamed, with tools, schemas, grammars, thoughts, stops, penalties,
 log-probabilities and several choices.
@@ -83,12 +83,17 @@ def draw_ask(number: int, tags: dict[str, int]) -> Ask:
     body: Json = {"temperature": draw.choice((0, 0.7, 1.0, 1.4)), "stream": draw.random() < 0.75}
     if draw.random() < 0.4:
         body["top_p"] = 0.9
+    body |= some_of(
+        draw, 0.15, {"top_k": draw.choice((2, 40)), "min_p": 0.02, "presence_penalty": 0.5, "cache_salt": "a"}
+    )
     tokens = draw.choice((60, 200, 400))
     if path == RESPONSES:
         return Ask(path, body | of_responses(draw, tokens))
     body |= of_both(draw, tokens)
     if body["stream"]:
         body["stream_options"] = {"include_usage": True}
+    else:
+        body |= some_of(draw, 0.2, {"prompt_logprobs": 2})
     body |= of_chats(draw, tags) if path == CHAT else of_completions(draw)
     if "allowed_token_ids" in body:
         body.pop("bad_words", None)  # one of both is all that goes
@@ -107,9 +112,14 @@ def of_both(draw: random.Random, tokens: int) -> Json:
         "bad_words": draw.sample(["the", "a", "he", "\n", "an", " and", "in"], 3),
         "logit_bias": {str(draw.randrange(3, 500)): draw.choice((-100, 5, 10)) for _ in range(3)},
     }
-    body = {name: value for name, value in some.items() if draw.random() < 0.3}
-    drafts = draw.choice(("off", "auto", "full"))
-    return body | {"max_tokens": tokens, "seed": draw.randrange(2**31), "tidar": {"drafts": drafts}}
+    tidar = {"drafts": draw.choice(("off", "auto", "full"))} | some_of(draw, 0.2, {"block": draw.choice((1, 2, 3))})
+    always = {"max_tokens": tokens, "seed": draw.randrange(2**31), "tidar": tidar}
+    return always | some_of(draw, 0.3, some) | some_of(draw, 0.1, {"truncate_prompt_tokens": draw.choice((-1, 1, 20))})
+
+
+def some_of(draw: random.Random, share: float, fields: Json) -> Json:
+    """Each of the fields with this probability."""
+    return {name: value for name, value in fields.items() if draw.random() < share}
 
 
 def of_completions(draw: random.Random) -> Json:
@@ -123,6 +133,7 @@ def of_completions(draw: random.Random) -> Json:
         return body | {"structured_outputs": draw.choice(GRAMMARS)}
     if draw.random() < 0.2:
         body |= {"allowed_token_ids": draw.sample(range(500), 200), "skip_special_tokens": False}
+    body |= some_of(draw, 0.2, {"stop_token_ids": draw.sample(range(3, 500), 3)})
     return body | {"ignore_eos": draw.random() < 0.8}
 
 

@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 import threading
@@ -238,15 +239,24 @@ class Guard:
         if self._process.poll() is not None:  # while it was idle, which no grammar is to blame for
             self._process.communicate()
             self._process = self._start()
-        answer = self._ask(self._process, json.dumps({"kind": grammar.kind, "text": grammar.text}))
+        job = json.dumps({"kind": grammar.kind, "text": grammar.text})
+        answer, returncode = self._answer(job)
+        if returncode == -signal.SIGKILL:
+            # By Ray perhaps, which kills what a process has begun when that ends: a request that failed of this in its
+            # last moments would be over, where another replica goes on with what is lost.
+            answer, returncode = self._answer(job)
         if answer:
             said = json.loads(answer)
             return Trial(None, self._sent()) if said is True else Trial(said)
-        returncode = self._replace()
         why = guarding.why_lost(returncode, self._computing)
         if not guarding.of_the_grammar(returncode):
             raise PassingError(f"the {_NAMES[grammar.kind]} cannot be used: {why}", "grammar")
         return Trial(why)
+
+    def _answer(self, job: str) -> tuple[str, int]:
+        """What the process says; nothing, and how it ended, where it ended over it."""
+        answer = self._ask(self._process, job)
+        return answer, 0 if answer else self._replace()
 
     def _sent(self) -> str:
         """What a grammar compiled to; nothing where the process ended over it."""
