@@ -21,7 +21,7 @@ from cluster.ingress.answering import RequestLimits, answered, read_raw
 from cluster.ingress.auth import KeyFile, KeyGuard, wants_key
 from cluster.ingress.models import Models
 from cluster.ingress.outcomes import Outcomes, outcome_of
-from cluster.ingress.plans import chat_plan, completion_plan, responses_plan
+from cluster.ingress.plans import chat_plan, completion_plan, input_tokens, responses_plan
 from cluster.ingress.streams import Pace
 from cluster.observe.ingress_metrics import IngressMetrics, render
 from cluster.observe.tracing import flush, trace_requests, tracer_provider
@@ -121,6 +121,10 @@ def add_tokenizer_routes(app: FastAPI, models: Models, options: ServeOptions) ->
             return {"prompt": decode(backend, body.tokens)}
 
         return await in_thread(request, work)
+
+    @app.post("/v1/responses/input_tokens")
+    async def count_input(request: Request) -> JSONResponse:
+        return await in_thread(request, input_tokens)
 
     async def in_thread(
         request: Request, work: Callable[[dict[str, Any], ModelCard, Tokenizer], dict[str, Any]]

@@ -73,6 +73,18 @@ def responses_plan(value: dict[str, Any], card: ModelCard, backend: Tokenizer, r
     return replace(plan, repeated=body.repeated(sampling_of(chat, card)))
 
 
+def input_tokens(value: dict[str, Any], card: ModelCard, backend: Tokenizer) -> dict[str, Any]:
+    """How many tokens the prompt has that `/v1/responses` makes of a body, as OpenAI's object. Raises ApiError (400) as
+    `responses_plan` does for what the prompt is made of."""
+    chat = read_body(value, ResponsesBody).as_chat()
+    try:
+        refuse_unsupported(chat)
+        prompt, _ = chat_prompt(chat, card, backend)
+    except ApiError as error:
+        raise as_here(error) from error
+    return {"object": "response.input_tokens", "input_tokens": len(prompt)}
+
+
 def plan_of_chat(body: ChatBody, card: ModelCard, backend: Tokenizer, reasoning: bool) -> RequestPlan:
     refuse_unsupported(body)
     parallel = body.parallel_tool_calls is not False

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, JsonValue, field_validator, model_validator
+from pydantic_core import from_json
 
 from cluster.errors import FieldError
 from cluster.wire.limits import few, shallow
@@ -54,8 +55,33 @@ def check_content(value: object, parts: Mapping[str, str] = PARTS) -> str | None
     return "\n".join(texts)
 
 
+def arguments_object(arguments: str) -> dict[str, Any] | None:
+    """A call's arguments as the object that they are as text, or begin: an answer may have been cut off within them,
+    and agents send it back as it came. None where they are neither."""
+    try:
+        found = json.loads(arguments or "{}")
+    except RecursionError:
+        return None
+    except ValueError:
+        found = begun_object(arguments)
+    try:
+        json.dumps(found, ensure_ascii=False).encode()  # a lone surrogate is legal JSON and no text
+    except (ValueError, RecursionError):
+        return None
+    return found if isinstance(found, dict) else None
+
+
+def begun_object(text: str) -> Any:
+    """What there is of a JSON value that breaks off; None where it is wrong before."""
+    try:
+        from_json(text)
+    except ValueError as error:
+        return from_json(text, allow_partial="trailing-strings") if str(error).startswith("EOF") else None
+    return None
+
+
 class FunctionCall(BaseModel):
-    """A call that the model made in an earlier turn. arguments: a JSON object, as text."""
+    """A call that the model made in an earlier turn. arguments: a JSON object, as text, of which the end may lack."""
 
     model_config = ConfigDict(extra="ignore", strict=True)
 
@@ -65,12 +91,7 @@ class FunctionCall(BaseModel):
     @field_validator("arguments")
     @classmethod
     def are_an_object(cls, arguments: str) -> str:
-        try:
-            found = json.loads(arguments or "{}")
-            json.dumps(found, ensure_ascii=False).encode()  # a lone surrogate is legal JSON and no text
-        except (ValueError, RecursionError):
-            found = None
-        if not isinstance(found, dict):
+        if arguments_object(arguments) is None:
             raise ValueError("must be a JSON object as text")
         return arguments
 
@@ -139,7 +160,7 @@ class Message(BaseModel):
                     "type": "function",
                     "function": {
                         "name": call.function.name,
-                        "arguments": json.loads(call.function.arguments or "{}"),
+                        "arguments": arguments_object(call.function.arguments),
                     },
                 }
                 for call in self.tool_calls

@@ -19,6 +19,7 @@ BODIES: Mapping[str, type[BaseModel]] = {
     "/v1/chat/completions": ChatBody,
     "/v1/completions": CompletionBody,
     "/v1/responses": ResponsesBody,
+    "/v1/responses/input_tokens": ResponsesBody,
     "/tokenize": TokenizeBody,
     "/detokenize": DetokenizeBody,
 }

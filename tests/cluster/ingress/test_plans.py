@@ -2,6 +2,7 @@
 
 import json
 import threading
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ from cluster.carry.directory import Directory
 from cluster.errors import ApiError, bad_request
 from cluster.ingress import plans
 from cluster.ingress.api import build_api
-from cluster.ingress.plans import RequestPlan, chat_plan, completion_plan, responses_plan
+from cluster.ingress.plans import RequestPlan, chat_plan, completion_plan, input_tokens, responses_plan
 from cluster.options import ServeOptions
 from cluster.wire import sampling
 from cluster.wire.answer import Echo
@@ -209,6 +210,30 @@ def test_what_is_wrong_is_named_as_it_was_asked(fields: dict[str, Any], said: st
     with pytest.raises(ApiError) as caught:
         responses_plan({"input": "Who?", **fields}, CARD, BACKEND, reasoning=True)
     assert (caught.value.message, caught.value.param) == (said, param)
+
+
+def test_the_tokens_of_an_input_are_those_of_the_prompt_that_an_answer_has() -> None:
+    card = replace(card_for(tool_tokenizer(HERMES_TEMPLATE)), max_model_len=512)
+    backend = tokenizer_backend(card)
+    weather = {"type": "function", "name": "weather", "parameters": {"type": "object", "properties": {}}}
+    whole = {"input": "Who?", "instructions": "Be brief.", "tools": [weather], "max_output_tokens": 5}
+    counts = []
+    for left_out in ("tools", "instructions", None):
+        body = {name: value for name, value in whole.items() if name != left_out}
+        counts.append(input_tokens(body, card, backend)["input_tokens"])
+        assert counts[-1] == len(responses_plan(body, card, backend, reasoning=True).prompts[0])
+    assert len(set(counts)) == 3
+    assert input_tokens(whole, card, backend)["object"] == "response.input_tokens"
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [({"messages": []}, "messages"), ({"input": "1" * 9000}, "input"), ({"documents": ["a"]}, "documents")],
+)
+def test_an_input_that_is_not_answered_is_not_counted(fields: dict[str, Any], param: str) -> None:
+    with pytest.raises(ApiError) as caught:
+        input_tokens({"input": "Who?", **fields}, CARD, BACKEND)
+    assert (caught.value.status, caught.value.param) == (400, param)
 
 
 def test_it_is_worked_out_in_a_thread(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -99,6 +99,31 @@ def test_what_a_client_says_that_a_model_called_is_no_fault_of_the_server(argume
     assert "\n" not in refused.value.message
 
 
+def called(arguments: str) -> ChatBody:
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": arguments}}
+    return chat(messages=[TURN, {"role": "assistant", "tool_calls": [call]}])
+
+
+@pytest.mark.parametrize(
+    ("cut", "told"),
+    [
+        ("{", "{}"),
+        ('{"city": "Kö', '{"city": "Kö"}'),
+        ('{"city": "Ulm", "days"', '{"city": "Ulm"}'),
+        ('{"a": {"b": [1, ', '{"a": {"b": [1]}}'),
+    ],
+)
+def test_a_call_that_was_cut_off_is_told_as_far_as_it_goes(cut: str, told: str) -> None:
+    """Agents send back what an answer was that came to its limit within a call, LangGraph's for one."""
+    assert f'"name": "f", "arguments": {told}}}' in render_chat(card_for(tool_tokenizer(HERMES_TEMPLATE)), called(cut))
+
+
+@pytest.mark.parametrize("arguments", ["[1, ", '{"a": no', '{"a": 1}}', '"{', "{'a", '{"a": "\\ud800"'])
+def test_what_begins_no_object_is_no_call_that_was_cut_off(arguments: str) -> None:
+    with pytest.raises(ApiError, match="JSON object"):
+        called(arguments)
+
+
 @pytest.mark.parametrize(
     ("raw", "said"),
     [
