@@ -1,5 +1,6 @@
 """A Ray cluster of a test's own, started by `ray start` and served by `serve deploy`, as a platform team does it."""
 
+import json
 import os
 import secrets
 import shutil
@@ -22,6 +23,7 @@ import yaml
 from cluster.operate.haproxy import free_ports
 from cluster.operate.ray_cluster import OWN_PROCESSES
 from tests import plain_http
+from tests.manifests.coming_nodes import HEAD_ENVIRONMENT, ComingNodes
 from tests.manifests.hosts import Host
 from tests.servers import MARK, REPOSITORY, free_port, kill_all, marked_processes
 
@@ -128,10 +130,13 @@ def ray_environment() -> dict[str, str]:
 
 @contextmanager
 def ray_cluster(
-    cpus: int = 2, more: Mapping[str, str] = MappingProxyType({}), host: Host | None = None
+    cpus: int = 2,
+    more: Mapping[str, str] = MappingProxyType({}),
+    host: Host | None = None,
+    coming: ComingNodes | None = None,
 ) -> Iterator[RayCluster]:
     """A cluster that is a head node with a token so far, on this machine or a host, `more` in its environment; however
-    the test ends, none of its processes is left."""
+    the test ends, none of its processes is left. coming: the nodes that Ray's autoscaler may bring."""
     directory = Path(tempfile.mkdtemp(prefix="tidar-", dir="/tmp"))  # Ray's sockets need a short path
     mark = uuid.uuid4().hex
     environment = {
@@ -156,6 +161,11 @@ def ray_cluster(
     if host is not None:
         at = host.address
         words += ["--dashboard-host=0.0.0.0"]
+    if coming is not None:
+        file = directory / "autoscaling.json"
+        file.write_text(json.dumps(coming.config(f"{at}:{ports['port']}")))
+        words += [f"--autoscaling-config={file}"]
+        environment |= HEAD_ENVIRONMENT
     cluster = RayCluster(
         f"http://{at}:{ports['dashboard-port']}", f"{at}:{ports['port']}", environment, directory, tuple(words), host
     )
