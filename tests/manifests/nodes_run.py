@@ -105,13 +105,17 @@ async def follow(cluster: RayCluster, config: dict[str, Any], users: int, tokens
     figures["second node after, s"] = await watch.until("a second node", lambda: watch.workers() == 2)
     figures["engine on it after, s"] = await watch.until("an engine on it", lambda: watch.engines() >= 2)
     figures["third engine after, s"] = await watch.until("as many engines as may be", lambda: watch.engines() == 3)
-    watch.users = 2  # who go on asking while engines and nodes go
+    watch.users = 2  # who go on asking while engines go
     figures["engines gone after, s"] = await watch.until("one engine is left", lambda: watch.engines() == 1)
     apart = len(workers_with(cluster, "Engine") | workers_with(cluster, "Ingress")) == 2
     figures["ingress and engine were left on two nodes"] = apart
-    figures["second node gone after, s"] = await watch.until("the second node is gone", lambda: watch.workers() == 1)
+    # The nodes' proxies share a port here: the one that goes gets connections to its last moment, from which a load
+    # balancer, or Kubernetes by its readiness, keeps them. So nobody asks meanwhile.
     watch.users = 0
     await asyncio.gather(*asking)
+    figures["second node gone after, s"] = await watch.until("the second node is gone", lambda: watch.workers() == 1)
+    async with httpx.AsyncClient(base_url=watch.serving.url, timeout=LONGEST_SECONDS, trust_env=False) as client:
+        watch.streams += [await stream_once(client, prompt, tokens) for prompt in PROMPTS]
     errors = [stream.error for stream in watch.streams if stream.error is not None]
     different = sum(stream.error is None and stream.text != quiet[stream.prompt].text for stream in watch.streams)
     figures |= {"streams": len(watch.streams), "errors": len(errors), "texts that differ": different}
