@@ -61,7 +61,7 @@ THINKING_TEMPLATE = (
     "{% if enable_thinking is defined and enable_thinking is false %}<think>\n\n</think>\n\n{% endif %}{% endif %}"
 )
 
-# Tools as Qwen's and as Llama 3's templates have them, in fewer words.
+# Tools as the templates of Qwen, Llama 3 and Qwen3-Coder have them, in fewer words.
 TOOL_CHAT = (
     "{%% if tools %%}<|im_start|>system\nYou may call:{%% for tool in tools %%}\n{{ tool | tojson }}{%% endfor %%}"
     "<|im_end|>\n{%% endif %%}"
@@ -79,6 +79,15 @@ HERMES_TEMPLATE = TOOL_CHAT % (
 )
 LLAMA_TEMPLATE = TOOL_CHAT % (
     '{"name": "{{ call.function.name }}", "parameters": {{ call.function.arguments | tojson }}}'
+)
+QWEN_CODER_TEMPLATE = TOOL_CHAT % (
+    "{{ '\n<tool_call>\n<function=' + call.function.name + '>\n' }}"
+    "{% for key, value in call.function.arguments | items %}"
+    "{{ '<parameter=' + key + '>\n' }}"
+    "{% if value is mapping or (value is sequence and value is not string) %}{{ value | tojson }}"
+    "{% else %}{{ value | string }}{% endif %}"
+    "{{ '\n</parameter>\n' }}{% endfor %}"
+    "{{ '</function>\n</tool_call>' }}"
 )
 
 

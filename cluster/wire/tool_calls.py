@@ -1,43 +1,62 @@
 """Tool calls in a growing text: what of it the model says, and what calls a function.
 
-Two ways to write a call are read, both JSON objects with a function's name and its arguments: between tags, as Hermes
-began it and Qwen writes it, and bare, as Llama 3 does, where an answer is nothing but calls or no call at all. A call's
+Three ways to write a call are read. Two are JSON objects with a function's name and its arguments: between tags, as
+Hermes began it and Qwen writes it, and bare, as Llama 3 does, where an answer is nothing but calls or no call at all.
+In the third, Qwen3-Coder's, the function and each of its arguments have tags too (`tagged_arguments`). A call's
 arguments are passed on as they come. What only looks like a call, or names a function that was not offered, is text.
 """
 
 import json
 import re
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
+
+from cluster.wire.tagged_arguments import TaggedArguments
 
 
 @dataclass(frozen=True, slots=True)
 class ToolFormat:
     """How a model writes a call: the tag `begin`, an object that has the arguments under `key`, the tag `end`, and
-    `separator` between two calls. Both tags are empty where the answer begins with the first object."""
+    `separator` between two calls. Both tags are empty where the answer begins with the first object. key: None where
+    tags stand in place of the object."""
 
     begin: str
     end: str
-    key: str
+    key: str | None
     separator: str
 
     def head(self, name: str) -> str:
         """What stands before the arguments of a call, spelled as the model's template spells it."""
+        if self.key is None:
+            return f"{self.begin}{_FUNCTION}{name}>\n"
         return f'{self.begin}{{"name": {json.dumps(name)}, "{self.key}": '
 
     @property
     def tail(self) -> str:
         """What stands behind them."""
-        return "}" + self.end
+        return ("</function>" if self.key is None else "}") + self.end
+
+    def is_call(self, begun: str) -> bool:
+        """Whether a call's beginning is more than that of its tag alone."""
+        return begun.startswith(self.begin.strip()) and (_FUNCTION if self.key is None else '"') in begun
+
+    @property
+    def opening(self) -> str:
+        """What a call begins with, behind its tag."""
+        return _FUNCTION if self.key is None else "{"
 
 
+_FUNCTION = "<function="
 HERMES = ToolFormat("<tool_call>\n", "\n</tool_call>", "arguments", "\n")
 LLAMA = ToolFormat("", "", "parameters", "; ")
+QWEN_CODER = ToolFormat("<tool_call>\n", "\n</tool_call>", None, "\n")
 
 # As far as it is known of whom a call is, and its arguments begin.
 _HEAD = re.compile(r'\{\s*"name"\s*:\s*("(?:[^"\\]|\\.)*")\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{)')
 _HEAD_REACH = 4096  # characters: a longer one is read with the whole object, not again at every token
+_TAGGED_HEAD = re.compile(rf"{_FUNCTION}([a-zA-Z0-9_-]*)")
+_LONGEST_NAME = 64  # characters, which a request may give
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,25 +97,36 @@ class _ObjectReader:
                     return place + 1
         return None
 
+    def read(self, text: str) -> tuple[str, str | None]:
+        """What of the text is of the object, and what stands behind it, None where it is not over."""
+        end = self.end(text)
+        return (text, None) if end is None else (text[:end], text[end:])
+
 
 class ToolParser:
     """Splits an answer into text and calls. What all `push` calls and `finish` bring together does not depend on how
     the answer was cut.
 
-    names: the functions that were offered. parallel: whether calls beyond the first are passed on. new_id: makes the id
-    of a call. begun: the beginning of a call that stands before the answer (`begun_call`): it is told with the call, as
-    text it is not, for it was said before.
+    functions: the schemas of those that were offered, by name. parallel: whether calls beyond the first are passed on.
+    new_id: makes the id of a call. begun: the beginning of a call that stands before the answer (`begun_call`): it is
+    told with the call, as text it is not, for it was said before.
     """
 
     def __init__(
-        self, form: ToolFormat, names: Collection[str], parallel: bool, new_id: Callable[[], str], begun: str = ""
+        self,
+        form: ToolFormat,
+        functions: Mapping[str, Any],
+        parallel: bool,
+        new_id: Callable[[], str],
+        begun: str = "",
     ):
         self.calls = 0
         self.in_call = False  # what was pushed last is of a call to its end
-        self._names = names
+        self._functions = functions
         self._parallel = parallel
         self._new_id = new_id
         self._begin, self._end = form.begin.strip(), form.end.strip()
+        self._opening = form.opening
         self._held = begun  # of which it is not known yet what it is
         self._old = len(begun)  # characters of text to come that were said before
         self._lead = ""  # what stood before an object: text after all where that is no call
@@ -104,6 +134,7 @@ class ToolParser:
         self._told: list[str | CallDelta] = []  # in the order of the answer
         self._reader = _ObjectReader()
         self._read = 0  # characters of `_held` that the reader has seen
+        self._arguments: _ObjectReader | TaggedArguments = self._reader
         self._step = self._in_text if self._begin else self._before_object
 
     @property
@@ -174,26 +205,40 @@ class ToolParser:
 
     def _before_object(self) -> bool:
         space = len(self._held) - len(self._held.lstrip())
-        if space == len(self._held):
+        if self._opening.startswith(self._held[space:]) and self._held[space:] != self._opening:
             return False
-        if self._held[space] != "{":
+        if not self._held.startswith(self._opening, space):
             return self._no_call(0)
         lead, self._held = self._cut(space)
         self._lead += lead
         self._since_begin = len(self._lead) + len(self._held)
         self._reader, self._read = _ObjectReader(), 0
-        self._step = self._in_object
+        self._step = self._in_object if self._opening == "{" else self._in_tagged_head
+        return True
+
+    def _in_tagged_head(self) -> bool:
+        head = _TAGGED_HEAD.match(self._held)
+        assert head is not None
+        name, end = head[1], head.end()
+        if end == len(self._held) and len(name) <= _LONGEST_NAME:
+            return False
+        if self._held[end : end + 1] != ">" or name not in self._functions:
+            return self._no_call(end)
+        self._call(name, "")
+        self._held = self._held[end + 1 :]
+        self._arguments = TaggedArguments(self._functions[name])
+        self._step = self._in_arguments
         return True
 
     def _in_object(self) -> bool:
         head = _HEAD.match(self._held, 0, _HEAD_REACH)
         if head is not None:
             name = _string(head[1])
-            if name is None or name not in self._names:
+            if name is None or name not in self._functions:
                 return self._no_call(head.end())
             self._call(name, "")
             self._held = self._held[head.end() :]
-            self._reader = _ObjectReader()
+            self._arguments = _ObjectReader()
             self._step = self._in_arguments
             return True
         end = self._reader.end(self._held, self._read)
@@ -201,7 +246,7 @@ class ToolParser:
         if end is None:
             return False
         found = _call_of(self._held[:end])
-        if found is None or found[0] not in self._names:
+        if found is None or found[0] not in self._functions:
             return self._no_call(end)
         self._call(*found)
         self._held = self._held[end:]
@@ -209,14 +254,19 @@ class ToolParser:
         return True
 
     def _in_arguments(self) -> bool:
-        end = self._reader.end(self._held)
-        arguments, self._held = self._cut(len(self._held) if end is None else end)
-        self._add(CallDelta(self.calls - 1, arguments))
-        if end is not None:
+        arguments, rest = self._arguments.read(self._held)
+        self._held = rest or ""
+        if arguments:
+            self._add(CallDelta(self.calls - 1, arguments))
+        if rest is None:
+            return False
+        if isinstance(self._arguments, TaggedArguments):
+            self._step = self._behind_object
+        else:
             self._reader = _ObjectReader()
             self._reader.end("{")  # the one that the arguments stand in
             self._step = self._in_rest
-        return end is not None
+        return True
 
     def _in_rest(self) -> bool:
         end = self._reader.end(self._held)
@@ -272,9 +322,9 @@ class ToolParser:
             self._told.append(delta)
 
 
-def begun_call(form: ToolFormat, names: Collection[str], text: str) -> str:
+def begun_call(form: ToolFormat, functions: Mapping[str, Any], text: str) -> str:
     """The end of `text` with which a call begins that is not over there; empty where none does."""
-    parser = ToolParser(form, names, True, str)
+    parser = ToolParser(form, functions, True, str)
     parser.push(text)
     return text[len(text) - parser.open :].lstrip("; \t\r\n")
 

@@ -3,7 +3,7 @@
 import json
 import re
 import secrets
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -12,8 +12,9 @@ from pydantic import BaseModel, ConfigDict, Field, Tag
 
 from cluster.errors import bad_request
 from cluster.wire.limits import OBJECT, WORD, word_or_object
+from cluster.wire.schema_types import types_of
 from cluster.wire.structured import ResponseFormat, grammar_of
-from cluster.wire.tool_calls import HERMES, LLAMA, ToolFormat, ToolParser, begun_call
+from cluster.wire.tool_calls import HERMES, LLAMA, QWEN_CODER, ToolFormat, ToolParser, begun_call
 from tidar_core.grammar.grammar import Grammar, schema_grammar, tag_grammar
 from tidar_core.grammar.schemas import ANNOTATIONS, GrammarError, without_remarks
 
@@ -83,11 +84,12 @@ ToolChoice = Annotated[ChoiceWord | Annotated[NamedTool, Tag(OBJECT)], OF_CHOICE
 
 @dataclass(frozen=True, slots=True)
 class Toolbox:
-    """What the answer to one request may call. grammar: what the answer has to follow, if anything. parallel: whether
-    it may have several calls. begun: the beginning of a call that the prompt ends with."""
+    """What the answer to one request may call. functions: the schemas of the arguments by the functions' names.
+    grammar: what the answer has to follow, if anything. parallel: whether it may have several calls. begun: the
+    beginning of a call that the prompt ends with."""
 
     form: ToolFormat
-    names: frozenset[str]
+    functions: Mapping[str, Any]
     parallel: bool
     grammar: Grammar | None
     begun: str = ""
@@ -95,9 +97,8 @@ class Toolbox:
     def behind(self, begun_answer: str) -> "Toolbox":
         """For an answer that goes on with `begun_answer`. Raises ApiError (400) where that ends within a call and the
         answer has to follow something, which begins with the answer."""
-        begun = begun_call(self.form, self.names, begun_answer)
-        is_call = begun.startswith(self.form.begin.strip()) and '"' in begun  # not the beginning of a tag alone
-        if is_call and self.grammar is not None:
+        begun = begun_call(self.form, self.functions, begun_answer)
+        if self.grammar is not None and self.form.is_call(begun):
             raise bad_request(
                 "continue_final_message: the last message ends within a tool call, and what the answer is held to "
                 "(tool_choice, strict or response_format) begins anew: end the call there, or leave that out",
@@ -107,7 +108,7 @@ class Toolbox:
 
     def parser(self) -> ToolParser:
         """For one answer."""
-        return ToolParser(self.form, self.names, self.parallel, lambda: f"call_{secrets.token_hex(12)}", self.begun)
+        return ToolParser(self.form, self.functions, self.parallel, lambda: f"call_{secrets.token_hex(12)}", self.begun)
 
 
 def toolbox(
@@ -126,7 +127,6 @@ def toolbox(
     if isinstance(choice, NamedTool):
         functions = [function for function in functions if function.name == choice.function.name]
         parallel = False
-    names = frozenset(function.name for function in functions)
     try:
         if choice in (None, "auto"):
             grammar = free_grammar(form, functions, parallel, response_format)
@@ -134,7 +134,7 @@ def toolbox(
             grammar = tag_grammar(calls(form, functions, parallel))
     except GrammarError as error:
         raise bad_request(f"tools: {error}", "tools") from error
-    return Toolbox(form, names, parallel, grammar)
+    return Toolbox(form, {function.name: function.schema_ for function in functions}, parallel, grammar)
 
 
 def free_grammar(
@@ -165,7 +165,7 @@ def free_grammar(
 
 
 def calls(form: ToolFormat, functions: Sequence[Function], parallel: bool) -> dict[str, Any]:
-    """A structural tag of calls and nothing else."""
+    """A structural tag of calls and nothing else. Raises GrammarError."""
     return {
         "type": "tags_with_separator",
         "tags": [tag(form, function) for function in functions],
@@ -175,48 +175,16 @@ def calls(form: ToolFormat, functions: Sequence[Function], parallel: bool) -> di
     }
 
 
-def is_of_objects(schema: Any, whole: Any, seen: set[str] | None = None) -> bool:
-    """Whether all that follows a schema, one that `check_schema` lets pass, are JSON objects, without which a call
-    cannot be told. whole: what its references lead into; seen: those that were followed already, each of which is asked
-    once."""
-    seen = set() if seen is None else seen
-    if not isinstance(schema, dict):
-        return False
-    if "$ref" in schema:
-        chain = list[str]()
-        while isinstance(schema, dict) and "$ref" in schema:
-            chain.append(str(schema["$ref"]))
-            if chain[-1] in chain[:-1]:
-                return False  # they lead in a circle, and nowhere
-            schema = _found(chain[-1], whole)
-        if chain[-1] in seen:
-            return True
-        seen.update(chain)
-        return is_of_objects(schema, whole, seen)
-    for name in ("anyOf", "oneOf", "allOf"):
-        if name in schema:
-            return all(is_of_objects(one, whole, seen) for one in schema[name])
-    if "enum" in schema or "const" in schema:
-        return all(isinstance(value, dict) for value in schema.get("enum", [schema.get("const")]))
-    if "type" not in schema:
-        return not {"properties", "additionalProperties", "patternProperties", "propertyNames"}.isdisjoint(schema)
-    return schema["type"] in ("object", ["object"])
-
-
-def _found(reference: str, whole: Any) -> Any:
-    """What a reference within a schema leads to; None where that is nothing."""
-    if not reference.startswith("#"):
-        return None
-    for name in reference.split("/")[1:]:
-        whole = whole.get(name.replace("~1", "/").replace("~0", "~")) if isinstance(whole, dict) else None
-    return whole
-
-
 def tag(form: ToolFormat, function: Function, loose: bool = False) -> dict[str, Any]:
-    """A structural tag of one call; loose: with any arguments."""
+    """A structural tag of one call; loose: with any arguments. Raises GrammarError."""
+    if form.key is None:
+        raise GrammarError(
+            "this model writes the arguments of a call in tags, which are not held to a schema here: ask with "
+            "tool_choice auto, without strict and without response_format"
+        )
     schema = {"type": "object"} if loose else function.schema_
     schema_grammar(schema)  # what cannot be enforced is told first
-    if not is_of_objects(schema, schema):
+    if types_of(schema, schema) != {"object"}:
         raise GrammarError(f"the `parameters` of {function.name} must be the schema of an object, with that `type`")
     content = {"type": "json_schema", "json_schema": without_remarks(schema)}
     return {"type": "tag", "begin": form.head(function.name), "content": content, "end": form.tail}
@@ -238,6 +206,10 @@ _PROBE_TURNS: list[dict[str, Any]] = [
 ]
 _SPELLINGS = (
     (HERMES, r'<tool_call>\s*\{"name": "probe_function", "arguments": \{"probe": "1"\}\}\s*</tool_call>'),
+    (
+        QWEN_CODER,
+        r"<tool_call>\s*<function=probe_function>\s*<parameter=probe>\n1\n</parameter>\s*</function>\s*</tool_call>",
+    ),
     (LLAMA, r'\{"name": "probe_function", "parameters": \{"probe": "1"\}\}'),
 )
 
@@ -260,7 +232,7 @@ def tool_format(tokenizer: "PreTrainedTokenizerFast", param: str = "tools") -> T
         if re.search(spelling, text):
             return form
     raise bad_request(
-        "this model's chat template writes tool calls in a way that is not read here; Hermes' <tool_call> and "
-        "Llama 3's JSON are",
+        "this model's chat template writes tool calls in a way that is not read here; Hermes' <tool_call>, "
+        "Llama 3's JSON and Qwen3-Coder's tags are",
         param,
     )

@@ -79,7 +79,7 @@ def test_added_tokens_are_read_once_for_all_choices_and_answers(trace: bool, mon
 
 
 THINKS = Thinking("<think>", "</think>", None, begun=False)
-BOX = Toolbox(HERMES, frozenset({"now"}), True, None)
+BOX = Toolbox(HERMES, {"now": {}}, True, None)
 CALL = HERMES.head("now") + "{}" + HERMES.tail
 
 

@@ -193,7 +193,7 @@ def test_tags_of_several_tokens_are_read_as_text() -> None:
 
 
 def test_thoughts_come_before_calls() -> None:
-    parser, tools = PLAIN.parser(), ToolParser(HERMES, ["weather"], True, lambda: "call")
+    parser, tools = PLAIN.parser(), ToolParser(HERMES, {"weather": {}}, True, lambda: "call")
     text = '<think>\nI call.\n</think>\n\n<tool_call>\n{"name": "weather", "arguments": {"city": "Ulm"}}\n</tool_call>'
     told: list[Any] = []
     for part in (*parser.push(text), *parser.finish()):

@@ -11,7 +11,18 @@ from hypothesis import strategies as st
 
 from cluster.wire.tool_calls import HERMES, LLAMA, CallDelta, ToolFormat, ToolParser, begun_call
 
-NAMES = frozenset({"add", "say"})
+SCHEMA: dict[str, Any] = {
+    "type": "object",
+    "properties": {
+        "text": {"type": "string"},
+        "count": {"type": "integer"},
+        "sure": {"type": "boolean"},
+        "maybe": {"anyOf": [{"type": "string"}, {"type": "null"}]},
+        "list": {"type": "array"},
+        "either": {"type": ["string", "array"]},
+    },
+}
+FUNCTIONS: dict[str, Any] = {"add": SCHEMA, "say": SCHEMA}
 Call = tuple[str, str, str]  # id, name, arguments
 
 
@@ -20,7 +31,7 @@ def parsed(
 ) -> tuple[str, list[Call], bool, list[str]]:
     """Text, calls, whether the last call is complete, and the text of each push."""
     ids = count()
-    parser = ToolParser(form, NAMES, parallel, lambda: f"call_{next(ids)}", begun)
+    parser = ToolParser(form, FUNCTIONS, parallel, lambda: f"call_{next(ids)}", begun)
     texts: list[str] = []
     calls: list[list[str]] = []
     outputs = [parser.push(piece) for piece in pieces]
@@ -64,7 +75,7 @@ def cuts_of(draw: st.DrawFn, text: str) -> list[str]:
 
 @pytest.mark.parametrize("form", [HERMES, LLAMA], ids=["hermes", "llama"])
 @settings(suppress_health_check=[HealthCheck.too_slow], deadline=None, max_examples=50)
-@given(data=st.data(), calls=st.lists(st.tuples(st.sampled_from(sorted(NAMES)), spelled), min_size=1, max_size=3))
+@given(data=st.data(), calls=st.lists(st.tuples(st.sampled_from(sorted(FUNCTIONS)), spelled), min_size=1, max_size=3))
 def test_what_a_model_writes_comes_out_however_it_is_cut(
     form: ToolFormat, data: st.DataObject, calls: list[tuple[str, str]]
 ) -> None:
@@ -112,7 +123,7 @@ def test_text_before_and_between_calls_is_told_and_whitespace_around_them_is_not
 
 def test_arguments_and_text_come_as_they_are_written() -> None:
     ids = count()
-    parser = ToolParser(HERMES, NAMES, True, lambda: str(next(ids)))
+    parser = ToolParser(HERMES, FUNCTIONS, True, lambda: str(next(ids)))
     assert parser.push("Well <") == ("Well",)  # the space waits with what may begin a call
     assert "".join(map(str, parser.push("b> <tool_call>\n{"))) == " <b>"
     begun, opened = parser.push('"name": "add", "arguments": {')
@@ -203,7 +214,7 @@ def test_a_call_that_was_begun_before_the_answer_is_told_whole(form: ToolFormat)
     ends = [len(lead) + len(written(form, *first)), len(written_out)]
     for place in range(len(lead), len(written_out)):
         said, rest = written_out[:place], written_out[place:]
-        begun = begun_call(form, NAMES, said)
+        begun = begun_call(form, FUNCTIONS, said)
         text, calls, complete, _ = parsed(list(rest), form, begun=begun)
         over = sum(end <= place for end in ends)
         if form is LLAMA and over:  # an answer that does not begin with an object has no call, before it or in it
@@ -225,5 +236,5 @@ def test_a_call_that_was_begun_before_the_answer_is_told_whole(form: ToolFormat)
     ],
 )
 def test_what_was_said_before_and_is_no_call_is_not_said_again(said: str, rest: str) -> None:
-    text, calls, _, _ = parsed(list(rest), begun=begun_call(HERMES, NAMES, said))
+    text, calls, _, _ = parsed(list(rest), begun=begun_call(HERMES, FUNCTIONS, said))
     assert (text, calls) == (rest, [])

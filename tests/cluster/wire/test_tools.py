@@ -13,12 +13,12 @@ from transformers import PreTrainedTokenizerFast
 from cluster.errors import ApiError
 from cluster.wire.prompts import read_body, render_chat
 from cluster.wire.schemas import ChatBody
-from cluster.wire.tool_calls import HERMES, LLAMA
+from cluster.wire.tool_calls import HERMES, LLAMA, QWEN_CODER
 from cluster.wire.tools import Toolbox, tool_format, toolbox
 from tests.cluster.guarded import Guarded
 from tests.cluster.wire.test_schemas import card_for
 from tests.cluster.wire.test_structured import json_schema
-from tests.tiny import HERMES_TEMPLATE, LLAMA_TEMPLATE, tiny_tokenizer, tool_tokenizer
+from tests.tiny import HERMES_TEMPLATE, LLAMA_TEMPLATE, QWEN_CODER_TEMPLATE, tiny_tokenizer, tool_tokenizer
 from tidar_core.engine.grammars import Guard, token_table
 
 WEATHER: dict[str, Any] = {
@@ -109,6 +109,10 @@ HISTORY = [
     ("template", "call"),
     [
         (HERMES_TEMPLATE, '\n<tool_call>\n{"name": "weather", "arguments": {"city": "Köln"}}\n</tool_call><|im_end|>'),
+        (
+            QWEN_CODER_TEMPLATE,
+            "\n<tool_call>\n<function=weather>\n<parameter=city>\nKöln\n</parameter>\n</function>\n</tool_call>",
+        ),
         (LLAMA_TEMPLATE, '{"name": "weather", "parameters": {"city": "Köln"}}<|im_end|>'),
     ],
 )
@@ -127,6 +131,7 @@ def test_the_history_goes_through_the_models_own_template(template: str, call: s
 def test_how_a_template_writes_calls_is_found_out() -> None:
     assert tool_format(tool_tokenizer(HERMES_TEMPLATE)) is HERMES
     assert tool_format(tool_tokenizer(LLAMA_TEMPLATE)) is LLAMA
+    assert tool_format(tool_tokenizer(QWEN_CODER_TEMPLATE)) is QWEN_CODER
 
 
 def test_a_model_without_tools_says_so() -> None:

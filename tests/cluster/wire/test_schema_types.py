@@ -1,0 +1,38 @@
+"""Of which types the values are that a schema allows."""
+
+from typing import Any
+
+import pytest
+
+from cluster.wire.schema_types import TYPES, types_of
+
+LONG_CHAIN = {str(place): {"anyOf": [{"$ref": f"#/$defs/{place + 1}"}]} for place in range(5000)}
+
+
+@pytest.mark.parametrize(
+    ("schema", "types"),
+    [
+        ({"type": "string", "maxLength": 3}, {"string"}),
+        ({"type": ["integer", "null"]}, {"integer", "null"}),
+        ({"anyOf": [{"type": "string"}, {"oneOf": [{"type": "null"}, {"enum": [1, 2.5]}]}]},
+         {"string", "null", "integer", "number"}),
+        ({"const": True}, {"boolean"}),
+        ({"enum": [[], {}, "a"], "type": "string"}, {"array", "object", "string"}),
+        ({"properties": {}}, {"object"}),
+        ({"$ref": "#/$defs/a~1b", "$defs": {"a/b": {"type": "array"}}}, {"array"}),
+        ({"$ref": "#/$defs/0", "$defs": LONG_CHAIN | {"5000": {"type": "null"}}}, {"null"}),
+        ({"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/a"}}}, set()),
+        (False, set()),
+        (True, TYPES),
+        ({}, TYPES),
+        ({"minimum": 3}, TYPES),
+        ({"$ref": "#/nowhere"}, TYPES),
+        ({"$ref": "https://example.org/schema"}, TYPES),
+        ({"type": {"a": 1}}, TYPES),
+        ({"type": ["unknown"]}, TYPES),
+        ({"enum": "a"}, TYPES),
+        ("no schema", TYPES),
+    ],
+)  # fmt: skip
+def test_the_types_are_those_of_all_that_may_be(schema: Any, types: set[str]) -> None:
+    assert types_of(schema, schema) == types
