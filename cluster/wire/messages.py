@@ -72,9 +72,14 @@ def arguments_object(arguments: str) -> dict[str, Any] | None:
 
 
 def begun_object(text: str) -> Any:
-    """What there is of a JSON value that breaks off; None where it is wrong before."""
+    """What there is of a JSON object that breaks off, a number there as if it were whole; None where it is wrong
+    before, or no object."""
+    if not text.lstrip(" \t\r\n").startswith("{"):
+        return None
     try:
         from_json(text)
+    except TypeError:  # a lone surrogate
+        return None
     except ValueError as error:
         return from_json(text, allow_partial="trailing-strings") if str(error).startswith("EOF") else None
     return None

@@ -7,8 +7,8 @@ _OF_OBJECTS = {"properties", "additionalProperties", "patternProperties", "prope
 
 
 def types_of(schema: Any, whole: Any) -> frozenset[str]:
-    """The types of the values that a schema allows: all where it names none, none where it leads nowhere. whole: what
-    its references lead into, each of which is followed once."""
+    """The types of the values that a schema allows: all where it names none, none where its references lead in a
+    circle. whole: what they lead into; each is followed once."""
     found = set[str]()
     seen = set[str]()
     waiting = [schema]

@@ -17,19 +17,23 @@ from cluster.wire.schema_types import TYPES, types_of
 LONGEST_KEY = 1024  # characters
 _PARAMETER, _FUNCTION_END = "<parameter=", "</function>"
 _MARKS = (_PARAMETER, _FUNCTION_END, "</tool_call>", "<tool_call>")  # what may come between two parameters
-# What ends a value: its tag on a line of its own or, where the model left out its line break or all of it, what comes
-# behind. None of it is in a JSON text, where no line begins with a tag.
+# What ends a value: its tag on a line of its own or before another tag or, where the model left it out, what comes
+# behind. A text that has one of these lines of its own ends there: that is what reading calls without their tags costs.
 _VALUE_ENDS = (
     "\n</parameter>",
+    "</parameter><parameter=",
+    "</parameter></function>",
+    "</parameter></tool_call>",
     "</parameter>\n<parameter=",
     "</parameter>\n</function>",
+    "</parameter>\n</tool_call>",
     "\n<parameter=",
     "\n</function>\n</tool_call>",
     "\n</tool_call>",
 )
 _MARK = re.compile("|".join(_MARKS))
 _VALUE_END = re.compile(
-    r"\n</parameter>|</parameter>(?=\n(?:<parameter=|</function>))"
+    r"\n</parameter>|</parameter>(?=\n?(?:<parameter=|</function>|</tool_call>))"
     r"|\n(?=<parameter=|</function>\n</tool_call>|</tool_call>)"
 )
 _PYTHONS = {"True": "true", "False": "false", "None": "null"}
@@ -128,8 +132,8 @@ class TaggedArguments:
 def json_of(text: str, types: Collection[str]) -> str:
     """A value of one of the types, as JSON. Where it may be text it is, but for what is certainly meant as null, or as
     a list or an object. Of any type, as where the schema does not name the parameter: JSON, where it is the JSON of
-    something else than text. Python's True, False and None are JSON's, since templates write those. What cannot be of
-    the type that it should be is text too."""
+    something else than text. Python's True, False and None are JSON's, since templates write those. What is no
+    JSON is text too."""
     meant = text.strip()
     meant = _PYTHONS.get(meant, meant)
     if meant == "null" and "null" in types:

@@ -2,6 +2,8 @@
 
 export const NARROW = matchMedia("(max-width: 60rem)"); // one column, as in the style sheets
 
+const ROUNDING = 2; // px
+
 const NO_KEY = "That is no key: a key is made of ASCII letters, digits and signs, without spaces.";
 
 // Whether `text` may be a key: no header carries others.
@@ -58,12 +60,18 @@ export function keyForm(form, take, problem) {
 /** Follows the end of what grows in a box while the reader is there, and leaves readers who scrolled up alone. */
 export class Follower {
   #box;
+  #top = 0;
   #atEnd = true;
 
   /** `near`: px, a reader this close to the end of `box` wants to follow it. `here()`: whether the box shows what grows. */
   constructor(box, near, here = () => true) {
     this.#box = box;
-    const scrolled = () => here() && (this.#atEnd = this.#distance() < near);
+    const scrolled = () => {
+      if (!here()) return;
+      const up = box.scrollTop < this.#top; // by the reader: what grows only goes down
+      this.#top = box.scrollTop;
+      this.#atEnd = this.#distance() < (up ? ROUNDING : near);
+    };
     (box === document.scrollingElement ? document : box).addEventListener("scroll", scrolled, { passive: true });
   }
 

