@@ -27,19 +27,13 @@ class ToolFormat:
     separator: str
 
     def head(self, name: str) -> str:
-        """What stands before the arguments of a call, spelled as the model's template spells it."""
-        if self.key is None:
-            return f"{self.begin}{_FUNCTION}{name}>\n"
+        """What stands before the object of a call's arguments, spelled as the model's template spells it."""
         return f'{self.begin}{{"name": {json.dumps(name)}, "{self.key}": '
 
     @property
     def tail(self) -> str:
-        """What stands behind them."""
-        return ("</function>" if self.key is None else "}") + self.end
-
-    def is_call(self, begun: str) -> bool:
-        """Whether a call's beginning is more than that of its tag alone."""
-        return begun.startswith(self.begin.strip()) and (_FUNCTION if self.key is None else '"') in begun
+        """What stands behind it."""
+        return "}" + self.end
 
     @property
     def opening(self) -> str:

@@ -98,7 +98,8 @@ class Toolbox:
         """For an answer that goes on with `begun_answer`. Raises ApiError (400) where that ends within a call and the
         answer has to follow something, which begins with the answer."""
         begun = begun_call(self.form, self.functions, begun_answer)
-        if self.grammar is not None and self.form.is_call(begun):
+        is_call = begun.startswith(self.form.begin.strip()) and '"' in begun  # not the beginning of a tag alone
+        if is_call and self.grammar is not None:
             raise bad_request(
                 "continue_final_message: the last message ends within a tool call, and what the answer is held to "
                 "(tool_choice, strict or response_format) begins anew: end the call there, or leave that out",

@@ -34,7 +34,7 @@ def written(name: str, arguments: dict[str, Any]) -> str:
         for key, value in arguments.items()
     }
     parameters = "".join(f"<parameter={key}>\n{value}\n</parameter>\n" for key, value in spelled.items())
-    return QWEN_CODER.head(name) + parameters + QWEN_CODER.tail
+    return f"<tool_call>\n<function={name}>\n{parameters}</function>\n</tool_call>"
 
 
 TEXTS = st.text(alphabet='ab<>/="\\\n\té parmet', max_size=20)
@@ -201,7 +201,7 @@ def test_a_call_that_was_begun_before_the_answer_is_told_whole() -> None:
         assert (text, complete) == ("", True), said
         over = sum(end <= place for end in ends)
         assert [(name, json.loads(told)) for _, name, told in calls] == [first, second][over:], said
-        assert QWEN_CODER.is_call(begun) == ("<function=" in begun)
+        assert begun.startswith("<tool_call>") or "<function=" not in begun, said
 
 
 def test_a_long_value_costs_no_more_than_other_text() -> None:
