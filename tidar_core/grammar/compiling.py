@@ -5,9 +5,10 @@ The guard does so in its process (`guarding.py`), and the engine once more where
 
 import json
 import re
+from math import inf
 from typing import TYPE_CHECKING, Any
 
-from tidar_core.grammar.json_patterns import pattern_in_json
+from tidar_core.grammar.patterns import pattern_in_json
 
 if TYPE_CHECKING:
     from xgrammar import CompiledGrammar, GrammarCompiler
@@ -26,10 +27,12 @@ _ESCAPE = re.compile(
     r"\{\d*\\,|\\(?:(?P<needless>[\t\n\v\f\r !#%&,:;<=>@_`~])|x(?P<short>[0-9A-Fa-f]{2})|.)", re.DOTALL
 )
 _SHORT_ESCAPE = re.compile(r"(?<!\\)((?:\\\\)*)\\x([0-9a-f]{2})")
-STRING_FORMATS = (
-    "date", "date-time", "duration", "email", "hostname", "ipv4", "ipv6", "json-pointer", "relative-json-pointer",
-    "time", "uri", "uri-reference", "uri-template", "uuid",
-)  # fmt: skip
+# What is enforced, with the lengths that it may have at least and at most.
+STRING_FORMATS = {
+    "date": (10, 10), "date-time": (20, inf), "duration": (3, inf), "email": (3, inf), "hostname": (1, inf),
+    "ipv4": (7, 15), "ipv6": (2, inf), "json-pointer": (0, inf), "relative-json-pointer": (1, inf), "time": (9, inf),
+    "uri": (2, inf), "uri-reference": (0, inf), "uri-template": (0, inf), "uuid": (36, 36),
+}  # fmt: skip
 # Which xgrammar 0.2.8 gives control characters and quotes.
 _POINTERS = {
     "json-pointer": r"^(/([^/~]|~[01])*)*$",
@@ -110,17 +113,29 @@ def in_json(schema: Any) -> Any:
     if kinds.keys() - _NAMES_TYPE and not any(name in schema for name in _SAYS_TYPE):
         whole = kinds.get("multipleOf") == "integer"  # of such numbers alone
         mended["type"] = sorted({*kinds.values()} - ({"number"} if whole else set()))
-    if "pattern" in schema and schema.get("format") in STRING_FORMATS:
-        del mended["format"]  # xgrammar would take it in place of the pattern; beside one it is a remark (2020-12)
-    elif schema.get("format") in list(_POINTERS) and "minLength" not in schema and "maxLength" not in schema:
-        mended["pattern"] = pattern_in_json(_POINTERS[mended.pop("format")])
+    form = format_of(schema)
+    for name in ("format",) if form is None else ("minLength", "maxLength"):
+        mended.pop(name, None)  # of a format and what is beside it xgrammar would take the format
+    if form in _POINTERS:
+        del mended["format"]
+        mended["pattern"] = pattern_in_json(_POINTERS[form])
     return mended
+
+
+def format_of(schema: dict[str, Any]) -> str | None:
+    """The `format` that a string is held to. Beside a pattern it is a remark (2020-12), and so it is beside a length
+    that says more than the format does."""
+    form = schema.get("format")
+    if not isinstance(form, str) or form not in STRING_FORMATS or "pattern" in schema:
+        return None
+    shortest, longest = STRING_FORMATS[form]
+    return form if schema.get("minLength", 0) <= shortest and longest <= schema.get("maxLength", inf) else None
 
 
 def _kind_of(name: str, value: Any) -> str | None:
     """The type of the values that a keyword says something about."""
     if name == "format":
-        return "string" if value in STRING_FORMATS else None
+        return "string" if isinstance(value, str) and value in STRING_FORMATS else None
     if name == "multipleOf":  # which is enforced for these alone
         return "integer" if isinstance(value, int) else "number"
     return _KINDS_OF.get(name)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from tidar_core.grammar.compiling import STRING_FORMATS, compile_grammar
 from tidar_core.grammar.grammar import schema_grammar, tag_grammar
-from tidar_core.grammar.json_patterns import pattern_in_json
+from tidar_core.grammar.patterns import pattern_in_json
 
 COMPILER = xgrammar.GrammarCompiler(
     xgrammar.TokenizerInfo([bytes([value]) for value in range(256)]), max_threads=1, cache_enabled=False
@@ -112,7 +112,7 @@ def test_whatever_a_pattern_takes_is_json_that_matches_it(pattern: str, data: st
 
 
 def test_a_class_that_no_character_is_in_cannot_be_used() -> None:
-    with pytest.raises(ValueError, match="surrogates alone"):
+    with pytest.raises(ValueError, match="cannot be written there"):
         of_pattern(r"^[\ud800-\udbff]$")
     assert takes(of_pattern(r"^\ud83d\ude42$"), r'"\ud83d\ude42"')
 
@@ -148,6 +148,30 @@ def test_a_pattern_counts_and_not_a_format_beside_it() -> None:
     dates = compiled({"type": "string", "format": "date", "pattern": "^2026-.*$"})
     assert takes(dates, '"2026-11-30"')
     assert not takes(dates, '"1999-11-30"')
+
+
+@pytest.mark.parametrize("lengths", [{"maxLength": 9}, {"minLength": 12, "maxLength": 14}])
+def test_a_length_counts_and_not_a_format_beside_it(lengths: dict[str, int]) -> None:
+    grammar = compiled({"type": "string", "format": "uri", **lengths})
+    taken = [length for length in range(20) if takes(grammar, json.dumps("a:" + "b" * length))]
+    assert taken == list(range(lengths.get("minLength", 2) - 2, lengths["maxLength"] - 1))
+
+
+@pytest.mark.parametrize(
+    ("form", "lengths", "value"),
+    [
+        ("uri", {"minLength": 1}, "a:b"),
+        ("date", {"minLength": 10, "maxLength": 10}, "2026-11-30"),
+        ("json-pointer", {"minLength": 0}, "/a~0"),
+        ("our-own", {"maxLength": 5}, None),
+    ],
+)
+def test_a_length_that_says_nothing_new_leaves_the_format(
+    form: str, lengths: dict[str, int], value: str | None
+) -> None:
+    grammar = compiled({"type": "string", "format": form, **lengths})
+    assert value is None or takes(grammar, json.dumps(value))
+    assert takes(grammar, '"~2"') == (value is None)
 
 
 ZOD = {
