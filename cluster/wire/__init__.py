@@ -1,8 +1,8 @@
 """What is asked and told, in OpenAI's words (and vLLM's, where it has more). No Ray in here, and no route.
 
 Asked: `schemas` are the bodies (`messages`, `tools`, `structured` their parts, within `limits`), `responses_asked`
-makes a chat of what the Responses API is asked; `prompts` turns text into token ids, as far as they `reach`, `sampling`
-says how the answer is picked.
+makes a chat of what the Responses API is asked; `tagged_schemas` says what calls in tags have to follow; `prompts`
+turns text into token ids, as far as they `reach`, `sampling` says how the answer is picked.
 
 Told: `answer` is a request's answer as it grows, step by step. `thoughts` tells what the model only thinks apart,
 `tool_calls` finds the calls in the rest, `spelling` spells single tokens, `acceptance` counts drafts.

@@ -1,37 +1,77 @@
 """Of which JSON types the values are that a schema allows."""
 
+from dataclasses import dataclass
 from typing import Any
 
 TYPES = frozenset({"array", "boolean", "integer", "null", "number", "object", "string"})
 _OF_OBJECTS = {"properties", "additionalProperties", "patternProperties", "propertyNames"}  # by themselves
+_SAY_MORE = {"enum", "const", "type"}  # than alternatives beside them
 
 
-def types_of(schema: Any, whole: Any) -> frozenset[str]:
-    """The types of the values that a schema allows: all where it names none, none where its references lead in a
-    circle. whole: what they lead into; each is followed once."""
-    found = set[str]()
+@dataclass(frozen=True, slots=True)
+class Values:
+    """What a schema allows. types: the JSON types. texts: the strings, None where they are not listed one by one."""
+
+    types: frozenset[str]
+    texts: frozenset[str] | None
+
+
+def values_of(schema: Any, whole: Any) -> Values:
+    """The values that a schema allows: all where it names no type, none where its references lead in a circle. whole:
+    what they lead into."""
+    types, texts = set[str](), set[str]()
+    listed = True
+    for leaf in leaves_of(schema, whole):
+        values = constants_of(leaf)
+        if values is None:
+            named = _named_types(leaf)
+            types |= named
+            listed = listed and "string" not in named
+        else:
+            types |= {_type_of(value) for value in values}
+            texts |= {value for value in values if isinstance(value, str)}
+    return Values(frozenset(types), frozenset(texts) if listed else None)
+
+
+def leaves_of(schema: Any, whole: Any) -> list[Any]:
+    """What a schema's references and alternatives lead to in the end, in their order. whole: what the references lead
+    into; each is followed once. A schema that allows nothing is none of them."""
+    found = []
     seen = set[str]()
     waiting = [schema]
     while waiting:
         one = waiting.pop()
-        if not isinstance(one, dict):
-            found |= set() if one is False else TYPES
-        elif "$ref" in one:
+        if isinstance(one, dict) and "$ref" in one:
             reference = str(one["$ref"])
             if reference not in seen:
                 seen.add(reference)
                 waiting.append(led_to(reference, whole))
-        elif "enum" in one or "const" in one:
-            values = one.get("enum", [one.get("const")])
-            found |= {_type_of(value) for value in values} if isinstance(values, list) else TYPES
-        elif "type" in one:
-            named = one["type"] if isinstance(one["type"], list) else [one["type"]]
-            found |= TYPES.intersection(name for name in named if isinstance(name, str)) or TYPES
-        elif alternatives := [name for name in ("anyOf", "oneOf", "allOf") if isinstance(one.get(name), list)]:
-            waiting.extend(schema for name in alternatives for schema in one[name])
-        else:
-            found |= TYPES if _OF_OBJECTS.isdisjoint(one) else {"object"}
-    return frozenset(found)
+        elif isinstance(one, dict) and _SAY_MORE.isdisjoint(one) and (names := _alternatives_in(one)):
+            waiting.extend(schema for name in reversed(names) for schema in reversed(one[name]))
+        elif one is not False:
+            found.append(one)
+    return found
+
+
+def constants_of(leaf: Any) -> list[Any] | None:
+    """The values that a schema lists; None where it lists none."""
+    if not isinstance(leaf, dict) or ("enum" not in leaf and "const" not in leaf):
+        return None
+    values = leaf.get("enum", [leaf.get("const")])
+    return values if isinstance(values, list) else None
+
+
+def _named_types(leaf: Any) -> frozenset[str]:
+    if not isinstance(leaf, dict) or "enum" in leaf:
+        return TYPES
+    if "type" not in leaf:
+        return TYPES if _OF_OBJECTS.isdisjoint(leaf) else frozenset({"object"})
+    named = leaf["type"] if isinstance(leaf["type"], list) else [leaf["type"]]
+    return TYPES.intersection(name for name in named if isinstance(name, str)) or TYPES
+
+
+def _alternatives_in(schema: dict[str, Any]) -> list[str]:
+    return [name for name in ("anyOf", "oneOf", "allOf") if isinstance(schema.get(name), list)]
 
 
 def led_to(reference: str, whole: Any) -> Any:

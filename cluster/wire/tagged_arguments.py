@@ -12,15 +12,16 @@ import re
 from collections.abc import Collection
 from typing import Any
 
-from cluster.wire.schema_types import TYPES, types_of
+from cluster.wire.schema_types import TYPES, Values, values_of
 
 LONGEST_KEY = 1024  # characters
 _PARAMETER, _FUNCTION_END = "<parameter=", "</function>"
 _MARKS = (_PARAMETER, _FUNCTION_END, "</tool_call>", "<tool_call>")  # what may come between two parameters
 # What ends a value: its tag on a line of its own or before another tag or, where the model left it out, what comes
 # behind. A text that has one of these lines of its own ends there: that is what reading calls without their tags costs.
+VALUE_END = "\n</parameter>"
 _VALUE_ENDS = (
-    "\n</parameter>",
+    VALUE_END,
     "</parameter><parameter=",
     "</parameter></function>",
     "</parameter></tool_call>",
@@ -32,26 +33,29 @@ _VALUE_ENDS = (
     "\n</tool_call>",
 )
 _MARK = re.compile("|".join(_MARKS))
-_VALUE_END = re.compile(
-    r"\n</parameter>|</parameter>(?=\n?(?:<parameter=|</function>|</tool_call>))"
+_ANY_VALUE_END = re.compile(
+    rf"{VALUE_END}|</parameter>(?=\n?(?:<parameter=|</function>|</tool_call>))"
     r"|\n(?=<parameter=|</function>\n</tool_call>|</tool_call>)"
 )
 _PYTHONS = {"True": "true", "False": "false", "None": "null"}
 
 
 class TaggedArguments:
-    """Reads a call's arguments up to `</function>`. schema: that of the function's parameters.
+    """Reads a call's arguments up to `</function>`. schema: that of the function's parameters. held: the answer is held
+    to how the template writes a call, where a value ends with its tag on a line of its own and with nothing else.
 
     A parameter that is text alone is told as it comes, any other when it is whole. A second one of the same name counts
     as little as what stands between two. Where the model left out the last tags, the arguments end at the call's."""
 
-    def __init__(self, schema: Any) -> None:
+    def __init__(self, schema: Any, held: bool = False) -> None:
         self._schema = schema
+        self._ends: Collection[str] = (VALUE_END,) if held else _VALUE_ENDS
+        self._end = re.compile(VALUE_END) if held else _ANY_VALUE_END
         self._held = ""  # of which it is not known yet what it is
         self._told = ""
         self._over = False
         self._keys = set[str]()
-        self._types: Collection[str] = ()  # of the value that is being read
+        self._values = values_of(False, None)  # which the one that is being read is of
         self._value: list[str] | None = None  # one that is told when it is whole
         self._repeated = False
         self._step = self._between
@@ -97,8 +101,9 @@ class TaggedArguments:
     def _begin(self, key: str) -> None:
         properties = self._schema.get("properties") if isinstance(self._schema, dict) else None
         known = properties if isinstance(properties, dict) else {}
-        self._types = types_of(known.get(key, True), self._schema)
-        self._value = None if self._types == {"string"} else []
+        other = self._schema.get("additionalProperties", True) if isinstance(self._schema, dict) else True
+        self._values = values_of(known.get(key, other), self._schema)
+        self._value = None if self._values.types == {"string"} else []
         self._repeated = key in self._keys
         self._tell(f"{', ' if self._keys else '{'}{json.dumps(key, ensure_ascii=False)}: ")
         self._tell('"' if self._value is None else "")
@@ -110,8 +115,8 @@ class TaggedArguments:
         return True
 
     def _in_value(self) -> bool:
-        found = _VALUE_END.search(self._held)
-        end = len(self._held) - _begun(self._held, _VALUE_ENDS) if found is None else found.start()
+        found = self._end.search(self._held)
+        end = len(self._held) - _begun(self._held, self._ends) if found is None else found.start()
         part = self._held[:end]
         if self._value is None:
             self._tell(_as_json(part)[1:-1])
@@ -120,7 +125,7 @@ class TaggedArguments:
         self._held = self._held[end if found is None else found.end() :]
         if found is None:
             return False
-        self._tell('"' if self._value is None else json_of("".join(self._value), self._types))
+        self._tell('"' if self._value is None else json_of("".join(self._value), self._values))
         self._step = self._between
         return True
 
@@ -129,16 +134,19 @@ class TaggedArguments:
             self._told += text
 
 
-def json_of(text: str, types: Collection[str]) -> str:
-    """A value of one of the types, as JSON. Where it may be text it is, but for what is certainly meant as null, or as
-    a list or an object. Of any type, as where the schema does not name the parameter: JSON, where it is the JSON of
-    something else than text. Python's True, False and None are JSON's, since templates write those. What is no
-    JSON is text too."""
+def json_of(text: str, values: Values) -> str:
+    """A value of those that may be, as JSON. Where it may be text it is, but for what is certainly meant as null, or as
+    a list or an object; where the texts are listed, one of these is. Of any type, as where the schema does not name the
+    parameter: JSON, where it is the JSON of something else than text. Python's True, False and None are JSON's, since
+    templates write those. What is no JSON is text too."""
+    types = values.types
     meant = text.strip()
     meant = _PYTHONS.get(meant, meant)
+    if values.texts is not None and text in values.texts:
+        return _as_json(text)
     if meant == "null" and "null" in types:
         return meant
-    may_be_text = "string" in types and len(types) < len(TYPES)
+    may_be_text = "string" in types and values.texts is None and types != TYPES
     if may_be_text and not (_opens(meant, "[", "array", types) or _opens(meant, "{", "object", types)):
         return _as_json(text)
     return meant if not meant.startswith('"') and _is_json(meant) else _as_json(text)

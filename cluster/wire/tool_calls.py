@@ -19,7 +19,7 @@ from cluster.wire.tagged_arguments import TaggedArguments
 class ToolFormat:
     """How a model writes a call: the tag `begin`, an object that has the arguments under `key`, the tag `end`, and
     `separator` between two calls. Both tags are empty where the answer begins with the first object. key: None where
-    tags stand in place of the object."""
+    the function and each argument stand in tags of their own, in place of the object."""
 
     begin: str
     end: str
@@ -27,13 +27,15 @@ class ToolFormat:
     separator: str
 
     def head(self, name: str) -> str:
-        """What stands before the object of a call's arguments, spelled as the model's template spells it."""
+        """What stands before a call's arguments, spelled as the model's template spells it."""
+        if self.key is None:
+            return f"{self.begin}{_FUNCTION}{name}>\n"
         return f'{self.begin}{{"name": {json.dumps(name)}, "{self.key}": '
 
     @property
     def tail(self) -> str:
-        """What stands behind it."""
-        return "}" + self.end
+        """What stands behind them."""
+        return ("}" if self.key is not None else _FUNCTION_END) + self.end
 
     @property
     def opening(self) -> str:
@@ -41,7 +43,7 @@ class ToolFormat:
         return _FUNCTION if self.key is None else "{"
 
 
-_FUNCTION = "<function="
+_FUNCTION, _FUNCTION_END = "<function=", "</function>"
 HERMES = ToolFormat("<tool_call>\n", "\n</tool_call>", "arguments", "\n")
 LLAMA = ToolFormat("", "", "parameters", "; ")
 QWEN_CODER = ToolFormat("<tool_call>\n", "\n</tool_call>", None, "\n")
@@ -103,7 +105,8 @@ class ToolParser:
 
     functions: the schemas of those that were offered, by name. parallel: whether calls beyond the first are passed on.
     new_id: makes the id of a call. begun: the beginning of a call that stands before the answer (`begun_call`): it is
-    told with the call, as text it is not, for it was said before.
+    told with the call, as text it is not, for it was said before. held: the answer is held to calls that are written as
+    the template writes them (`tagged_schemas`).
     """
 
     def __init__(
@@ -113,12 +116,14 @@ class ToolParser:
         parallel: bool,
         new_id: Callable[[], str],
         begun: str = "",
+        held: bool = False,
     ):
         self.calls = 0
         self.in_call = False  # what was pushed last is of a call to its end
         self._functions = functions
         self._parallel = parallel
         self._new_id = new_id
+        self._is_held = held
         self._begin, self._end = form.begin.strip(), form.end.strip()
         self._opening = form.opening
         self._held = begun  # of which it is not known yet what it is
@@ -220,7 +225,7 @@ class ToolParser:
             return self._no_call(end)
         self._call(name, "")
         self._held = self._held[end + 1 :]
-        self._arguments = TaggedArguments(self._functions[name])
+        self._arguments = TaggedArguments(self._functions[name], self._is_held)
         self._step = self._in_arguments
         return True
 

@@ -12,8 +12,9 @@ from pydantic import BaseModel, ConfigDict, Field, Tag
 
 from cluster.errors import bad_request
 from cluster.wire.limits import OBJECT, WORD, word_or_object
-from cluster.wire.schema_types import types_of
+from cluster.wire.schema_types import values_of
 from cluster.wire.structured import ResponseFormat, grammar_of
+from cluster.wire.tagged_schemas import arguments_format
 from cluster.wire.tool_calls import HERMES, LLAMA, QWEN_CODER, ToolFormat, ToolParser, begun_call
 from tidar_core.grammar.grammar import Grammar, schema_grammar, tag_grammar
 from tidar_core.grammar.schemas import ANNOTATIONS, GrammarError, without_remarks
@@ -98,7 +99,8 @@ class Toolbox:
         """For an answer that goes on with `begun_answer`. Raises ApiError (400) where that ends within a call and the
         answer has to follow something, which begins with the answer."""
         begun = begun_call(self.form, self.functions, begun_answer)
-        is_call = begun.startswith(self.form.begin.strip()) and '"' in begun  # not the beginning of a tag alone
+        mark = '"' if self.form.key is not None else self.form.opening
+        is_call = begun.startswith(self.form.begin.strip()) and mark in begun  # not the beginning of a tag alone
         if is_call and self.grammar is not None:
             raise bad_request(
                 "continue_final_message: the last message ends within a tool call, and what the answer is held to "
@@ -109,7 +111,10 @@ class Toolbox:
 
     def parser(self) -> ToolParser:
         """For one answer."""
-        return ToolParser(self.form, self.functions, self.parallel, lambda: f"call_{secrets.token_hex(12)}", self.begun)
+        held = self.grammar is not None
+        return ToolParser(
+            self.form, self.functions, self.parallel, lambda: f"call_{secrets.token_hex(12)}", self.begun, held
+        )
 
 
 def toolbox(
@@ -178,16 +183,13 @@ def calls(form: ToolFormat, functions: Sequence[Function], parallel: bool) -> di
 
 def tag(form: ToolFormat, function: Function, loose: bool = False) -> dict[str, Any]:
     """A structural tag of one call; loose: with any arguments. Raises GrammarError."""
-    if form.key is None:
-        raise GrammarError(
-            "this model writes the arguments of a call in tags, which are not held to a schema here: ask with "
-            "tool_choice auto, without strict and without response_format"
-        )
     schema = {"type": "object"} if loose else function.schema_
     schema_grammar(schema)  # what cannot be enforced is told first
-    if types_of(schema, schema) != {"object"}:
+    if values_of(schema, schema).types != {"object"}:
         raise GrammarError(f"the `parameters` of {function.name} must be the schema of an object, with that `type`")
-    content = {"type": "json_schema", "json_schema": without_remarks(schema)}
+    content: dict[str, Any] = {"type": "json_schema", "json_schema": without_remarks(schema)}
+    if form.key is None:
+        content = arguments_format({"additionalProperties": True} if loose else schema)
     return {"type": "tag", "begin": form.head(function.name), "content": content, "end": form.tail}
 
 

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from cluster.wire.schema_types import TYPES, types_of
+from cluster.wire.schema_types import TYPES, values_of
 
 LONG_CHAIN = {str(place): {"anyOf": [{"$ref": f"#/$defs/{place + 1}"}]} for place in range(5000)}
 
@@ -35,4 +35,12 @@ LONG_CHAIN = {str(place): {"anyOf": [{"$ref": f"#/$defs/{place + 1}"}]} for plac
     ],
 )  # fmt: skip
 def test_the_types_are_those_of_all_that_may_be(schema: Any, types: set[str]) -> None:
-    assert types_of(schema, schema) == types
+    assert values_of(schema, schema).types == types
+
+
+def test_texts_are_listed_where_all_of_them_are() -> None:
+    listed = {"anyOf": [{"enum": ["a", 1]}, {"const": "b"}, {"type": "integer"}]}
+    assert values_of(listed, listed).texts == {"a", "b"}
+    assert values_of({"type": ["integer", "null"]}, {}).texts == set()
+    for free in ({"type": "string"}, {}, True, {"enum": "a"}):
+        assert values_of({"anyOf": [{"const": "b"}, free]}, {}).texts is None

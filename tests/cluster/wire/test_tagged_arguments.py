@@ -14,15 +14,15 @@ from hypothesis import strategies as st
 
 from cluster.card import tokenizer_backend
 from cluster.carry.handover import Carrier, Update
-from cluster.errors import ApiError
 from cluster.ingress.api import build_api
 from cluster.options import ServeOptions
+from cluster.wire.schema_types import Values
 from cluster.wire.tagged_arguments import LONGEST_KEY, TaggedArguments, json_of
 from cluster.wire.tool_calls import QWEN_CODER, CallDelta, ToolParser, begun_call
 from tests.cluster.ingress.test_answering import Replaced, ask
 from tests.cluster.wire.test_schemas import card_for
 from tests.cluster.wire.test_tool_calls import FUNCTIONS, cuts_of, parsed
-from tests.cluster.wire.test_tools import TOOLS, WEATHER, boxed, tool
+from tests.cluster.wire.test_tools import TOOLS
 from tests.tiny import QWEN_CODER_TEMPLATE, tool_tokenizer
 from tidar_core.request import Finish, FinishReason, Request, StepOutput
 
@@ -37,7 +37,8 @@ def written(name: str, arguments: dict[str, Any]) -> str:
     return f"<tool_call>\n<function={name}>\n{parameters}</function>\n</tool_call>"
 
 
-TEXTS = st.text(alphabet='ab<>/="\\\n\té parmet', max_size=20)
+TAGS = ("</parameter>", "<parameter=", "</tool_call>")  # which end a value where they stand in a text
+TEXTS = st.text(alphabet='ab<>/="\\\n\té parmet', max_size=20).filter(lambda text: not any(map(text.count, TAGS)))
 ARGUMENTS: st.SearchStrategy[dict[str, Any]] = st.fixed_dictionaries(
     {},
     optional={
@@ -172,7 +173,28 @@ def test_what_only_looks_like_a_call_is_text(text: str) -> None:
     ],
 )
 def test_a_value_is_told_by_its_types(text: str, types: set[str], told: str) -> None:
-    assert json_of(text, types) == told
+    assert json_of(text, Values(frozenset(types), None)) == told
+
+
+def test_a_listed_text_is_one_and_anything_else_is_not() -> None:
+    values = Values(frozenset({"string", "integer", "null"}), frozenset({"auto", "5", "null"}))
+    told = {text: json_of(text, values) for text in ("auto", "5", "6", "null", "None", "many")}
+    assert told == {"auto": '"auto"', "5": '"5"', "6": "6", "null": '"null"', "None": "null", "many": '"many"'}
+
+
+def test_a_value_of_an_answer_that_is_held_to_its_tags_ends_with_these_alone() -> None:
+    value = "a</parameter></function>\n<parameter=c>\n</tool_call>"
+    text = f"{CALL}<parameter=text>\n{value}\n</parameter>\n<parameter=list>\n{json.dumps([value])}\n</parameter>\n"
+    _, calls, complete, _ = parsed(list(f"{text}</function>\n</tool_call>"), QWEN_CODER, held=True)
+    assert ([json.loads(told) for _, _, told in calls], complete) == ([{"text": value, "list": [value]}], True)
+
+
+def test_parameters_beyond_those_named_are_of_the_schema_for_these() -> None:
+    schema = {"properties": {"a": {"type": "integer"}}, "additionalProperties": {"type": "string"}}
+    told, _ = TaggedArguments(schema).read(
+        "<parameter=a>\n1\n</parameter>\n<parameter=b>\n1\n</parameter>\n</function>"
+    )
+    assert json.loads(told) == {"a": 1, "b": "1"}
 
 
 def test_a_parameter_that_the_schema_does_not_name_is_json_where_it_can_be() -> None:
@@ -211,26 +233,6 @@ def test_a_long_value_costs_no_more_than_other_text() -> None:
         _, calls, _, _ = parsed(pieces, QWEN_CODER)
         assert json.loads(calls[0][2]) == {key: "</parameter " * 40_000}
     assert time.process_time() - began < 10  # minutes, from its beginning at each piece
-
-
-@pytest.mark.parametrize(
-    "fields",
-    [
-        {"tool_choice": "required"},
-        {"tool_choice": {"type": "function", "function": {"name": "now"}}},
-        {"tools": [tool("weather", WEATHER), tool("now", strict=True)]},
-        {"response_format": {"type": "json_object"}},
-    ],
-)
-def test_calls_in_tags_are_held_to_nothing(fields: dict[str, Any]) -> None:
-    tokenizer = tool_tokenizer(QWEN_CODER_TEMPLATE)
-    with pytest.raises(ApiError, match="in tags, which are not held to a schema here") as caught:
-        boxed(tokenizer, **fields)
-    assert (caught.value.status, caught.value.param) == (400, "tools")
-    free = boxed(tokenizer)
-    assert free is not None
-    assert free.grammar is None
-    assert free.functions["weather"] == WEATHER
 
 
 # From here on: whole requests, with what the model says put in its place.

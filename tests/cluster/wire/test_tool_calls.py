@@ -2,6 +2,7 @@
 
 import json
 import time
+from collections.abc import Mapping
 from itertools import count
 from typing import Any
 
@@ -27,11 +28,16 @@ Call = tuple[str, str, str]  # id, name, arguments
 
 
 def parsed(
-    pieces: list[str], form: ToolFormat = HERMES, parallel: bool = True, begun: str = ""
+    pieces: list[str],
+    form: ToolFormat = HERMES,
+    parallel: bool = True,
+    begun: str = "",
+    functions: Mapping[str, Any] = FUNCTIONS,
+    held: bool = False,
 ) -> tuple[str, list[Call], bool, list[str]]:
     """Text, calls, whether the last call is complete, and the text of each push."""
     ids = count()
-    parser = ToolParser(form, FUNCTIONS, parallel, lambda: f"call_{next(ids)}", begun)
+    parser = ToolParser(form, functions, parallel, lambda: f"call_{next(ids)}", begun, held)
     texts: list[str] = []
     calls: list[list[str]] = []
     outputs = [parser.push(piece) for piece in pieces]
