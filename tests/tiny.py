@@ -61,7 +61,7 @@ THINKING_TEMPLATE = (
     "{% if enable_thinking is defined and enable_thinking is false %}<think>\n\n</think>\n\n{% endif %}{% endif %}"
 )
 
-# Tools as the templates of Qwen, Llama 3 and Qwen3-Coder have them, in fewer words.
+# Tools as the templates of Qwen, Llama 3, Mistral and Qwen3-Coder have them, in fewer words.
 TOOL_CHAT = (
     "{%% if tools %%}<|im_start|>system\nYou may call:{%% for tool in tools %%}\n{{ tool | tojson }}{%% endfor %%}"
     "<|im_end|>\n{%% endif %%}"
@@ -79,6 +79,12 @@ HERMES_TEMPLATE = TOOL_CHAT % (
 )
 LLAMA_TEMPLATE = TOOL_CHAT % (
     '{"name": "{{ call.function.name }}", "parameters": {{ call.function.arguments | tojson }}}'
+)
+MISTRAL_TEMPLATE = TOOL_CHAT % (
+    "{% if call.id | length != 9 %}{{ raise_exception('an id has nine letters') }}{% endif %}"
+    "{{ '[TOOL_CALLS] [' if loop.first else ', ' }}"
+    '{"name": "{{ call.function.name }}", "arguments": {{ call.function.arguments | tojson }}, "id": "{{ call.id }}"}'
+    "{{ ']' if loop.last }}"
 )
 QWEN_CODER_TEMPLATE = TOOL_CHAT % (
     "{{ '\n<tool_call>\n<function=' + call.function.name + '>\n' }}"
@@ -211,8 +217,11 @@ def tiny_checkpoint(
 
 
 def tool_tokenizer(template: str = HERMES_TEMPLATE, vocab: int = 512) -> PreTrainedTokenizerFast:
-    """A tiny tokenizer with the tags of tool calls as tokens that are no special ones, as Qwen's has them."""
+    """A tiny tokenizer with the tags of tool calls as tokens that are no special ones, as Qwen's has them, or
+    Mistral's, which is."""
     tokenizer = tiny_tokenizer(vocab - 2)
+    if "[TOOL_CALLS]" in template:
+        tokenizer.add_tokens([AddedToken("[TOOL_CALLS]", special=True)])
     tokenizer.add_tokens([AddedToken("<tool_call>", special=False), AddedToken("</tool_call>", special=False)])
     tokenizer.chat_template = template
     return tokenizer

@@ -1,6 +1,8 @@
 """The messages of a chat as they come, and as a chat template takes them."""
 
+import hashlib
 import json
+import re
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
@@ -85,6 +87,12 @@ def begun_object(text: str) -> Any:
     return None
 
 
+def short_id(call_id: str) -> str:
+    """The id of a call in nine letters and digits, itself where it is that already."""
+    is_short = re.fullmatch("[a-zA-Z0-9]{9}", call_id)
+    return call_id if is_short else hashlib.sha256(call_id.encode()).hexdigest()[:9]
+
+
 class FunctionCall(BaseModel):
     """A call that the model made in an earlier turn. arguments: a JSON object, as text, of which the end may lack."""
 
@@ -149,8 +157,10 @@ class Message(BaseModel):
         told = (given.get("reasoning_content"), given.get("reasoning"))
         return next((text for text in told if text and isinstance(text, str)), "")
 
-    def for_template(self) -> dict[str, Any]:
-        """As chat templates expect it: arguments as an object, and of what is not there no word."""
+    def for_template(self, short_ids: bool = False) -> dict[str, Any]:
+        """As chat templates expect it: arguments as an object, and of what is not there no word. short_ids: for one
+        that takes no ids of calls but those of nine letters and digits."""
+        of_template = short_id if short_ids else str
         # Templates of open models know `system`, OpenAI's newer name for the same role is `developer`.
         turn: dict[str, Any] = {"role": "system" if self.role == "developer" else self.role}
         turn["content"] = self.content or self.refusal or ""
@@ -161,7 +171,7 @@ class Message(BaseModel):
         if self.tool_calls:
             turn["tool_calls"] = [
                 {
-                    "id": call.id,
+                    "id": of_template(call.id),
                     "type": "function",
                     "function": {
                         "name": call.function.name,
@@ -171,7 +181,7 @@ class Message(BaseModel):
                 for call in self.tool_calls
             ]
         if self.tool_call_id is not None:
-            turn["tool_call_id"] = self.tool_call_id
+            turn["tool_call_id"] = of_template(self.tool_call_id)
         return turn
 
 

@@ -92,17 +92,17 @@ def render_chat(card: ModelCard, body: Templated) -> str:
     if card.tokenizer.chat_template is None:
         raise bad_request("this model has no chat template; use /v1/completions", "messages")
     messages, tools, begun = body.messages or [], body.offered_tools, body.begun_answer
-    if tools:
-        tool_format(card.tokenizer)
+    form = tool_format(card.tokenizer) if tools else None
     if any(message.is_of_tools for message in messages):
-        tool_format(card.tokenizer, "messages")  # other templates leave calls out without a word
+        form = tool_format(card.tokenizer, "messages")  # other templates leave calls out without a word
+    short_ids = form is not None and form.short_ids
     for name in body.chat_template_kwargs or ():
         if name in TAKEN or name in signature(card.tokenizer.apply_chat_template).parameters:
             what = f"chat_template_kwargs: `{name[:40]}` is no argument of a template"
             raise bad_request(f"{what}, see the fields of the request", "chat_template_kwargs")
     try:
         text = card.tokenizer.apply_chat_template(
-            [message.for_template() for message in messages],
+            [message.for_template(short_ids) for message in messages],
             tools=[tool.for_template() for tool in tools] or None,
             tokenize=False,
             add_generation_prompt=body.add_generation_prompt is not False and begun is None,

@@ -1,9 +1,10 @@
 """Tool calls in a growing text: what of it the model says, and what calls a function.
 
-Three ways to write a call are read. Two are JSON objects with a function's name and its arguments: between tags, as
-Hermes began it and Qwen writes it, and bare, as Llama 3 does, where an answer is nothing but calls or no call at all.
-In the third, Qwen3-Coder's, the function and each of its arguments have tags too (`tagged_arguments`). A call's
-arguments are passed on as they come. What only looks like a call, or names a function that was not offered, is text.
+Four ways to write a call are read. In three it is a JSON object with a function's name and its arguments: between tags,
+as Hermes began it and Qwen writes it; bare, as Llama 3 does; and in a list, as Mistral's models do behind a token that
+is no text. Bare and in a list, an answer is nothing but calls or no call at all. In the fourth, Qwen3-Coder's, the
+function and each of its arguments have tags too (`tagged_arguments`). A call's arguments are passed on as they come.
+What only looks like a call, or names a function that was not offered, is text.
 """
 
 import json
@@ -19,12 +20,15 @@ from cluster.wire.tagged_arguments import TaggedArguments
 class ToolFormat:
     """How a model writes a call: the tag `begin`, an object that has the arguments under `key`, the tag `end`, and
     `separator` between two calls. Both tags are empty where the answer begins with the first object. key: None where
-    the function and each argument stand in tags of their own, in place of the object."""
+    the function and each argument stand in tags of their own, in place of the object. in_list: all calls are a JSON
+    list. short_ids: the template takes no ids of calls but those of nine letters and digits."""
 
     begin: str
     end: str
     key: str | None
     separator: str
+    in_list: bool = False
+    short_ids: bool = False
 
     def head(self, name: str) -> str:
         """What stands before a call's arguments, spelled as the model's template spells it."""
@@ -38,14 +42,26 @@ class ToolFormat:
         return ("}" if self.key is not None else _FUNCTION_END) + self.end
 
     @property
+    def before_calls(self) -> str:
+        """Characters that may stand before the first object."""
+        return _SPACE + ("[" if self.in_list else "")
+
+    @property
+    def between_calls(self) -> str:
+        """Characters that may stand between two objects without tags, and behind the last."""
+        return _SPACE + (",]" if self.in_list else ";")
+
+    @property
     def opening(self) -> str:
         """What a call begins with, behind its tag."""
         return _FUNCTION if self.key is None else "{"
 
 
+_SPACE = " \t\r\n"
 _FUNCTION, _FUNCTION_END = "<function=", "</function>"
 HERMES = ToolFormat("<tool_call>\n", "\n</tool_call>", "arguments", "\n")
 LLAMA = ToolFormat("", "", "parameters", "; ")
+MISTRAL = ToolFormat("", "", "arguments", ", ", in_list=True, short_ids=True)
 QWEN_CODER = ToolFormat("<tool_call>\n", "\n</tool_call>", None, "\n")
 
 # As far as it is known of whom a call is, and its arguments begin.
@@ -125,7 +141,7 @@ class ToolParser:
         self._new_id = new_id
         self._is_held = held
         self._begin, self._end = form.begin.strip(), form.end.strip()
-        self._opening = form.opening
+        self._form = form
         self._held = begun  # of which it is not known yet what it is
         self._old = len(begun)  # characters of text to come that were said before
         self._lead = ""  # what stood before an object: text after all where that is no call
@@ -203,16 +219,16 @@ class ToolParser:
         return False
 
     def _before_object(self) -> bool:
-        space = len(self._held) - len(self._held.lstrip())
-        if self._opening.startswith(self._held[space:]) and self._held[space:] != self._opening:
+        space = len(self._held) - len(self._held.lstrip(self._form.before_calls))
+        if self._form.opening.startswith(self._held[space:]) and self._held[space:] != self._form.opening:
             return False
-        if not self._held.startswith(self._opening, space):
+        if not self._held.startswith(self._form.opening, space):
             return self._no_call(0)
         lead, self._held = self._cut(space)
         self._lead += lead
         self._since_begin = len(self._lead) + len(self._held)
         self._reader, self._read = _ObjectReader(), 0
-        self._step = self._in_object if self._opening == "{" else self._in_tagged_head
+        self._step = self._in_object if self._form.opening == "{" else self._in_tagged_head
         return True
 
     def _in_tagged_head(self) -> bool:
@@ -278,7 +294,7 @@ class ToolParser:
     def _behind_object(self) -> bool:
         waiting = self._held.lstrip()
         if not self._end:
-            waiting = self._held.lstrip("; \t\r\n")
+            waiting = self._held.lstrip(self._form.between_calls)
             if not waiting:
                 return False
             self._lead, self._held = self._cut(len(self._held) - len(waiting))
@@ -325,7 +341,7 @@ def begun_call(form: ToolFormat, functions: Mapping[str, Any], text: str) -> str
     """The end of `text` with which a call begins that is not over there; empty where none does."""
     parser = ToolParser(form, functions, True, str)
     parser.push(text)
-    return text[len(text) - parser.open :].lstrip("; \t\r\n")
+    return text[len(text) - parser.open :].lstrip(form.between_calls)
 
 
 def _string(literal: str) -> str | None:

@@ -15,7 +15,7 @@ from cluster.wire.limits import OBJECT, WORD, word_or_object
 from cluster.wire.schema_types import values_of
 from cluster.wire.structured import ResponseFormat, grammar_of
 from cluster.wire.tagged_schemas import arguments_format
-from cluster.wire.tool_calls import HERMES, LLAMA, QWEN_CODER, ToolFormat, ToolParser, begun_call
+from cluster.wire.tool_calls import HERMES, LLAMA, MISTRAL, QWEN_CODER, ToolFormat, ToolParser, begun_call
 from tidar_core.grammar.grammar import Grammar, schema_grammar, tag_grammar
 from tidar_core.grammar.schemas import ANNOTATIONS, GrammarError, without_remarks
 
@@ -157,9 +157,10 @@ def free_grammar(
         return tag_grammar(either, (("response_format", asked),))
     if not any(function.strict for function in functions):
         return None
-    if not form.begin:  # an answer that does not begin with an object has no call
-        text = {"type": "regex", "pattern": r"([ \t\r\n]*[^{ \t\r\n](.|[\r\n])*)?"}
-        return tag_grammar({"type": "or", "elements": [calls(form, functions, parallel), text]})
+    if not form.begin:  # an answer that does not begin as calls do has none
+        first = r"\[" if form.in_list else "{"
+        text = {"type": "regex", "pattern": rf"([ \t\r\n]*[^{first} \t\r\n](.|[\r\n])*)?"}
+        return tag_grammar({"type": "or", "elements": [calls(form, functions, parallel, strict_alone=True), text]})
     return tag_grammar(
         {
             "type": "triggered_tags",
@@ -170,15 +171,19 @@ def free_grammar(
     )
 
 
-def calls(form: ToolFormat, functions: Sequence[Function], parallel: bool) -> dict[str, Any]:
-    """A structural tag of calls and nothing else. Raises GrammarError."""
-    return {
+def calls(
+    form: ToolFormat, functions: Sequence[Function], parallel: bool, strict_alone: bool = False
+) -> dict[str, Any]:
+    """A structural tag of calls and nothing else; strict_alone: other functions than those may have any arguments.
+    Raises GrammarError."""
+    listed = {
         "type": "tags_with_separator",
-        "tags": [tag(form, function) for function in functions],
+        "tags": [tag(form, function, loose=strict_alone and not function.strict) for function in functions],
         "separator": form.separator,
         "at_least_one": True,
         "stop_after_first": not parallel,
     }
+    return {"type": "tag", "begin": "[", "content": listed, "end": "]"} if form.in_list else listed
 
 
 def tag(form: ToolFormat, function: Function, loose: bool = False) -> dict[str, Any]:
@@ -213,6 +218,7 @@ _SPELLINGS = (
         QWEN_CODER,
         r"<tool_call>\s*<function=probe_function>\s*<parameter=probe>\n1\n</parameter>\s*</function>\s*</tool_call>",
     ),
+    (MISTRAL, r'\[\s*\{"name": "probe_function", "arguments": \{"probe": "1"\}, "id": "call00000"\}\s*\]'),
     (LLAMA, r'\{"name": "probe_function", "parameters": \{"probe": "1"\}\}'),
 )
 
@@ -232,10 +238,16 @@ def tool_format(tokenizer: "PreTrainedTokenizerFast", param: str = "tools") -> T
             "this model's chat template has no tools: ask without them, or serve a model whose template has", param
         )
     for form, spelling in _SPELLINGS:
-        if re.search(spelling, text):
+        found = re.search(spelling, text)
+        if found and (not form.in_list or _ends_with_special_token(tokenizer, text[: found.start()].rstrip())):
             return form
     raise bad_request(
         "this model's chat template writes tool calls in a way that is not read here; Hermes' <tool_call>, "
-        "Llama 3's JSON and Qwen3-Coder's tags are",
+        "Llama 3's and Mistral's JSON and Qwen3-Coder's tags are",
         param,
     )
+
+
+def _ends_with_special_token(tokenizer: "PreTrainedTokenizerFast", text: str) -> bool:
+    added = tokenizer.added_tokens_decoder.values()
+    return any(token.special and token.content and text.endswith(token.content) for token in added)

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from cluster.wire.tool_calls import HERMES, LLAMA, CallDelta, ToolFormat, ToolParser, begun_call
+from cluster.wire.tool_calls import HERMES, LLAMA, MISTRAL, CallDelta, ToolFormat, ToolParser, begun_call
 
 SCHEMA: dict[str, Any] = {
     "type": "object",
@@ -25,6 +25,9 @@ SCHEMA: dict[str, Any] = {
 }
 FUNCTIONS: dict[str, Any] = {"add": SCHEMA, "say": SCHEMA}
 Call = tuple[str, str, str]  # id, name, arguments
+
+
+FORMS = (HERMES, LLAMA, MISTRAL)
 
 
 def parsed(
@@ -59,6 +62,11 @@ def written(form: ToolFormat, name: str, arguments: str) -> str:
     return form.head(name) + arguments + form.tail
 
 
+def answer_of(form: ToolFormat, calls: list[tuple[str, str]]) -> str:
+    text = form.separator.join(written(form, *call) for call in calls)
+    return f"[{text}]" if form.in_list else text
+
+
 values: Any = st.recursive(
     st.none() | st.booleans() | st.integers() | st.text(alphabet='ab<>/{}[]"\\\n\u00e9 tool_call', max_size=12),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=4), inner, max_size=3),
@@ -79,13 +87,13 @@ def cuts_of(draw: st.DrawFn, text: str) -> list[str]:
     return [text[begin:end] for begin, end in zip([0, *places], [*places, len(text)], strict=True)]
 
 
-@pytest.mark.parametrize("form", [HERMES, LLAMA], ids=["hermes", "llama"])
+@pytest.mark.parametrize("form", FORMS, ids=["hermes", "llama", "mistral"])
 @settings(suppress_health_check=[HealthCheck.too_slow], deadline=None, max_examples=50)
 @given(data=st.data(), calls=st.lists(st.tuples(st.sampled_from(sorted(FUNCTIONS)), spelled), min_size=1, max_size=3))
 def test_what_a_model_writes_comes_out_however_it_is_cut(
     form: ToolFormat, data: st.DataObject, calls: list[tuple[str, str]]
 ) -> None:
-    text = form.separator.join(written(form, *call) for call in calls)
+    text = answer_of(form, calls)
     said, found, complete, _ = parsed(data.draw(cuts_of(text)), form)
     assert (said, complete) == ("", True)
     assert [(name, arguments) for _, name, arguments in found] == calls
@@ -106,7 +114,7 @@ OBJECTS = [
 fragments = st.sampled_from(MARKS + OBJECTS)
 
 
-@pytest.mark.parametrize("form", [HERMES, LLAMA], ids=["hermes", "llama"])
+@pytest.mark.parametrize("form", FORMS, ids=["hermes", "llama", "mistral"])
 @settings(suppress_health_check=[HealthCheck.too_slow], deadline=None, max_examples=50)
 @given(data=st.data(), parts=st.lists(fragments, max_size=12), parallel=st.booleans())
 def test_any_text_comes_out_the_same_however_it_is_cut(
@@ -189,6 +197,14 @@ def test_bare_objects_are_calls_only_where_the_answer_begins_with_one() -> None:
     assert parsed(list('{"answer": 42}'), LLAMA)[:2] == ('{"answer": 42}', [])
 
 
+def test_a_list_is_of_calls_where_the_answer_begins_with_one() -> None:
+    one, two = ('{"name": "add", "arguments": {"a": 1}, "id": "abc123def"}', '{"name": "say", "arguments": {}}')
+    said, calls, complete, _ = parsed(list(f" [{one},\n{two}]\n"), MISTRAL)
+    assert (said, [call[1:] for call in calls], complete) == ("", [("add", '{"a": 1}'), ("say", "{}")], True)
+    for text in ("[1, 2]", f"Well: [{one}]", '[{"a": 1}]', '["add"]', "[", "[]"):
+        assert parsed(list(text), MISTRAL)[:2] == (text, [])
+
+
 def test_a_run_of_white_space_costs_no_more_than_other_text() -> None:
     """It is held back, since a call may follow, and must not be looked through from each of its characters."""
     began = time.process_time()
@@ -211,19 +227,19 @@ def test_a_call_whose_arguments_are_no_text_is_none(arguments: str) -> None:
     assert (text, calls) == (said, [])
 
 
-@pytest.mark.parametrize("form", [HERMES, LLAMA], ids=["hermes", "llama"])
+@pytest.mark.parametrize("form", FORMS, ids=["hermes", "llama", "mistral"])
 def test_a_call_that_was_begun_before_the_answer_is_told_whole(form: ToolFormat) -> None:
     """Wherever the answer begins."""
     first, second = ("say", '{"words": "<tool_call>\\n{ "}'), ("add", '{"a": [1, {}], "b": 2}')
     lead = "Well: " if form is HERMES else ""
-    written_out = lead + form.separator.join(written(form, *call) for call in (first, second))
-    ends = [len(lead) + len(written(form, *first)), len(written_out)]
+    written_out = lead + answer_of(form, [first, second])
+    ends = [written_out.index(written(form, *call)) + len(written(form, *call)) for call in (first, second)]
     for place in range(len(lead), len(written_out)):
         said, rest = written_out[:place], written_out[place:]
         begun = begun_call(form, FUNCTIONS, said)
         text, calls, complete, _ = parsed(list(rest), form, begun=begun)
         over = sum(end <= place for end in ends)
-        if form is LLAMA and over:  # an answer that does not begin with an object has no call, before it or in it
+        if form is not HERMES and over:  # an answer that does not begin as calls do has none, before it or in it
             continue
         assert (text, complete) == ("", True), said
         assert [call[1:] for call in calls] == [first, second][over:], said

@@ -8,18 +8,28 @@ import jsonschema
 import openai
 import pydantic
 import pytest
+import xgrammar
 from transformers import PreTrainedTokenizerFast
 
 from cluster.errors import ApiError
+from cluster.wire.messages import short_id
 from cluster.wire.prompts import read_body, render_chat
 from cluster.wire.schemas import ChatBody
-from cluster.wire.tool_calls import HERMES, LLAMA, QWEN_CODER
+from cluster.wire.tool_calls import HERMES, LLAMA, MISTRAL, QWEN_CODER, ToolFormat
 from cluster.wire.tools import Toolbox, tool_format, toolbox
 from tests.cluster.guarded import Guarded
 from tests.cluster.wire.test_schemas import card_for
 from tests.cluster.wire.test_structured import json_schema
-from tests.tiny import HERMES_TEMPLATE, LLAMA_TEMPLATE, QWEN_CODER_TEMPLATE, tiny_tokenizer, tool_tokenizer
+from tests.tiny import (
+    HERMES_TEMPLATE,
+    LLAMA_TEMPLATE,
+    MISTRAL_TEMPLATE,
+    QWEN_CODER_TEMPLATE,
+    tiny_tokenizer,
+    tool_tokenizer,
+)
 from tidar_core.engine.grammars import Guard, token_table
+from tidar_core.grammar.compiling import compile_grammar
 
 WEATHER: dict[str, Any] = {
     "type": "object",
@@ -114,6 +124,10 @@ HISTORY = [
             "\n<tool_call>\n<function=weather>\n<parameter=city>\nKöln\n</parameter>\n</function>\n</tool_call>",
         ),
         (LLAMA_TEMPLATE, '{"name": "weather", "parameters": {"city": "Köln"}}<|im_end|>'),
+        (
+            MISTRAL_TEMPLATE,
+            f'[TOOL_CALLS] [{{"name": "weather", "arguments": {{"city": "Köln"}}, "id": "{short_id("call_1")}"}}]',
+        ),
     ],
 )
 def test_the_history_goes_through_the_models_own_template(template: str, call: str) -> None:
@@ -131,12 +145,21 @@ def test_the_history_goes_through_the_models_own_template(template: str, call: s
 def test_how_a_template_writes_calls_is_found_out() -> None:
     assert tool_format(tool_tokenizer(HERMES_TEMPLATE)) is HERMES
     assert tool_format(tool_tokenizer(LLAMA_TEMPLATE)) is LLAMA
+    assert tool_format(tool_tokenizer(MISTRAL_TEMPLATE)) is MISTRAL
     assert tool_format(tool_tokenizer(QWEN_CODER_TEMPLATE)) is QWEN_CODER
+
+
+def test_ids_are_made_short_for_a_template_that_takes_no_others() -> None:
+    assert short_id("abc123DEF") == "abc123DEF"
+    made = [short_id(one) for one in ("call_1", "call_2", "abc-23def", "")]
+    assert len({*made}) == 4
+    assert all(len(one) == 9 and one.isalnum() for one in made)
 
 
 def test_a_model_without_tools_says_so() -> None:
     plain, strange = tiny_tokenizer(), tool_tokenizer(HERMES_TEMPLATE.replace("<tool_call>", "<call>"))
-    for tokenizer, said in ((plain, "has no tools"), (strange, "not read here")):
+    shown = tool_tokenizer(MISTRAL_TEMPLATE.replace("[TOOL_CALLS]", "[CALLS]"))
+    for tokenizer, said in ((plain, "has no tools"), (strange, "not read here"), (shown, "not read here")):
         with pytest.raises(ApiError, match=said) as caught:
             boxed(tokenizer)
         assert (caught.value.status, caught.value.param) == (400, "tools")
@@ -159,6 +182,44 @@ def test_a_schema_that_cannot_be_kept_is_refused_only_where_it_must_be() -> None
     for fields in ({"tool_choice": "required"}, {"tools": [tool("a", {"not": {}}, strict=True)]}):
         with pytest.raises(ApiError, match="`not` cannot be enforced"):
             boxed(tokenizer, **{"tools": tools, **fields})
+
+
+@pytest.mark.parametrize(
+    ("template", "opening"), [(LLAMA_TEMPLATE, "{"), (MISTRAL_TEMPLATE, "[")], ids=["llama", "mistral"]
+)
+def test_what_calls_without_tags_are_held_to(template: str, opening: str) -> None:
+    tokenizer = tool_tokenizer(template)
+    compiler = xgrammar.GrammarCompiler(xgrammar.TokenizerInfo([bytes([value]) for value in range(256)]))
+
+    def takes(text: str, **fields: Any) -> bool:
+        box = boxed(tokenizer, **fields)
+        assert box is not None
+        assert box.grammar is not None
+        matcher = xgrammar.GrammarMatcher(compile_grammar(compiler, box.grammar.kind, box.grammar.text))
+        return bool(matcher.accept_string(text)) and matcher.is_completed()
+
+    form = tool_format(tokenizer)
+    weather, now = (form.head(name) + of + form.tail for name, of in (("weather", FITS), ("now", "{}")))
+    one, both = answers_of(form, [now]), answers_of(form, [weather, now])
+    strict: Any = {"tools": [tool("weather", WEATHER), tool("now", strict=True)]}
+    assert takes(both, tool_choice="required")
+    assert takes(one, tool_choice={"type": "function", "function": {"name": "now"}})
+    assert not takes("Well.", tool_choice="required")
+    assert not takes(both, tool_choice={"type": "function", "function": {"name": "now"}})
+    for text in (one, both, "Well.", "", f"Well: {one}", answers_of(form, [form.head("weather") + "{}" + form.tail])):
+        assert takes(text, **strict)
+    for text in (f"{opening}a", answers_of(form, [form.head("now") + '{"a": 1}' + form.tail])):
+        assert not takes(text, **strict)
+    assert takes('{"a": 1}', response_format={"type": "json_object"})
+    assert takes(both, response_format={"type": "json_object"})
+
+
+FITS = '{"city": "Köln", "days": 2}'
+
+
+def answers_of(form: ToolFormat, calls: list[str]) -> str:
+    text = form.separator.join(calls)
+    return f"[{text}]" if form.in_list else text
 
 
 # Each of which leads twice to the next.
