@@ -301,6 +301,23 @@ def test_calls_are_items_and_what_they_brought_is_read(client: openai.OpenAI) ->
     assert after.usage.input_tokens > whole.usage.input_tokens
 
 
+def test_a_call_within_a_namespace_goes_round(client: openai.OpenAI) -> None:
+    asked: Any = {
+        "model": "tiny", "input": "How is the weather?", "max_output_tokens": 400, "extra_body": {"seed": 5},
+        "tools": [{"type": "namespace", "name": "mcp__sky", "description": "Skies.", "tools": TOOLS}],
+        "tool_choice": "required", "parallel_tool_calls": False,
+    }  # fmt: skip
+    whole = client.responses.create(**asked)
+    (call,) = whole.output
+    assert call.type == "function_call"
+    assert (call.namespace, call.name in ("weather", "now")) == ("mcp__sky", True)
+    _, last = stream_of(client, **asked)
+    assert (last.output[0].namespace, said(last)) == ("mcp__sky", said(whole))  # type: ignore[union-attr]
+    output: Any = {"type": "function_call_output", "call_id": call.call_id, "output": "rain"}
+    asked |= {"input": [call.model_dump(exclude_none=True), output], "tool_choice": "auto", "max_output_tokens": 9}
+    assert client.responses.create(**asked).output_text
+
+
 def test_the_openai_package_reads_an_answer_as_a_type(client: openai.OpenAI) -> None:
     class Weather(pydantic.BaseModel):
         city: str = pydantic.Field(pattern="^(Oslo|Rome)$")
