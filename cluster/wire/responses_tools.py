@@ -15,7 +15,7 @@ from cluster.wire.limits import OBJECT
 from cluster.wire.tool_calls import LONGEST_NAME
 from cluster.wire.tools import MAX_TOOLS, OF_CHOICES, ChoiceWord, Function, FunctionName
 
-SEARCH = "web_search"  # by which the types of OpenAI's search begin: later ones have a date behind it
+SEARCH = "web_search"  # by which the types of OpenAI's search begin
 
 
 class FunctionTool(Function):
@@ -56,7 +56,7 @@ class SearchTool(BaseModel):
 
     model_config = ConfigDict(extra="ignore", strict=True)
 
-    type: Annotated[str, Field(pattern=rf"^{SEARCH}")]
+    type: Annotated[str, Field(pattern=rf"^{SEARCH}(_preview)?(_[0-9]{{4}}_[0-9]{{2}}_[0-9]{{2}})?$")]
 
 
 def kind_of_tool(value: object) -> str:
@@ -144,6 +144,11 @@ def chat_choice(choice: str | FunctionToolChoice | None) -> Any:
 
 def repeated_tools(tools: Sequence[Any]) -> list[dict[str, Any]]:
     """Those that the model heard of, as they came, and what they left out."""
-    heard = [tool for tool in tools if not isinstance(tool, SearchTool)]
-    told = [tool.model_dump(exclude_unset=True) for tool in heard]
-    return [{"parameters": None, "strict": None} | tool if tool["type"] == "function" else tool for tool in told]
+    return [repeated(tool) for tool in tools if not isinstance(tool, SearchTool)]
+
+
+def repeated(tool: FunctionTool | NamespaceTool) -> dict[str, Any]:
+    told = tool.model_dump(exclude_unset=True)
+    if isinstance(tool, NamespaceTool):
+        return told | {"description": tool.description or ""}
+    return {"parameters": None, "strict": None} | told

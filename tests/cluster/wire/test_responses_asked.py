@@ -114,6 +114,9 @@ def test_functions_of_a_namespace_have_one_name_for_the_model() -> None:
     found = Response.model_validate_json(told)
     assert [tool.type for tool in found.tools] == ["function", "namespace", "namespace"]
     assert json.loads(told)["tools"][1] == GROUP
+    silent = asked(tools=[{"type": "namespace", "name": "crm", "tools": []}, {**GROUP, "description": None}])
+    told = response_object(new_head("tiny", True), silent.repeated(Sampling()), "in_progress")
+    assert [tool.description for tool in Response.model_validate_json(told).tools] == ["", ""]
 
 
 def test_the_models_hear_of_no_search() -> None:
@@ -166,6 +169,7 @@ def test_what_changes_nothing_is_no_matter() -> None:
         ({"input": [{**CALL, "arguments": "["}]}, "input.0.arguments", "JSON object"),
         ({"tools": [{"type": "web_search"}]}, "tools.0", "'web_search' are not supported"),
         ({"tools": [{"type": "custom", "name": "patch"}]}, "tools.0", "'custom' are not supported"),
+        ({"tools": [{"type": "web_search_of_mine"}, TOOL]}, "tools.0.type", "pattern"),
         ({"tools": [{"type": "file_search"}, TOOL]}, "tools.0", "'file_search' are not supported"),
         (
             {"tools": [TOOL, GROUP | {"tools": [{"type": "custom", "name": "a"}]}]},
