@@ -12,11 +12,21 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Fiel
 
 from cluster.errors import ApiError, FieldError, bad_request, from_validation
 from cluster.wire.encoding import in_one_line
-from cluster.wire.limits import OBJECT, few, stated
+from cluster.wire.limits import few, stated
 from cluster.wire.messages import Effort, FunctionCall, RefusalPart, check_content
+from cluster.wire.responses_tools import (
+    Choice,
+    Spaced,
+    Tools,
+    chat_choice,
+    chat_tools,
+    check_search,
+    name_of,
+    repeated_tools,
+    spaced,
+)
 from cluster.wire.schemas import ChatBody, first_in_vain
 from cluster.wire.structured import JsonSchema
-from cluster.wire.tools import MAX_TOOLS, OF_CHOICES, ChoiceWord, Function, FunctionName
 from tidar_core.request import MAX_LOGPROBS, Sampling
 
 TEXT_PARTS: Mapping[str, str] = {"input_text": "text", "output_text": "text", "text": "text", "refusal": "refusal"}
@@ -46,6 +56,7 @@ CHAT_NAMES: Mapping[str, str] = {
 # They cannot change the answer: a text that is too long is refused, whatever `truncation` says.
 HARMLESS_HERE = frozenset(
     {
+        "client_metadata",
         "max_tool_calls",
         "metadata",
         "moderation",
@@ -92,6 +103,7 @@ class CallItem(FunctionCall):
 
     type: Literal["function_call"]
     call_id: str
+    namespace: str | None = None
 
 
 class CallOutputItem(BaseModel):
@@ -148,29 +160,6 @@ def text_as_item(value: object) -> object:
     return [{"type": "message", "role": "user", "content": value}] if isinstance(value, str) else value
 
 
-class FunctionTool(Function):
-    """A function that the model may call, its fields beside `type`."""
-
-    type: Literal["function"]
-
-    @model_validator(mode="before")
-    @classmethod
-    def is_a_function(cls, value: object) -> object:
-        kind = value.get("type") if isinstance(value, dict) else "function"
-        if kind != "function":
-            raise ValueError(f"tools of type {kind!r} are not supported; this server takes functions")
-        return value
-
-
-class FunctionToolChoice(BaseModel):
-    """A `tool_choice` that names the function to call."""
-
-    model_config = ConfigDict(extra="ignore", strict=True)
-
-    type: Literal["function"]
-    name: FunctionName
-
-
 class TextFormat(JsonSchema):
     """`text.format`: what the answer has to follow."""
 
@@ -217,8 +206,8 @@ class ResponsesBody(BaseModel):
     top_logprobs: Annotated[int | None, stated(minimum=0, maximum=MAX_LOGPROBS)] = None
     text: TextOptions | None = None
     reasoning: ReasoningOptions | None = None
-    tools: Annotated[list[FunctionTool], Field(max_length=MAX_TOOLS)] | None = None
-    tool_choice: Annotated[ChoiceWord | Annotated[FunctionToolChoice, Tag(OBJECT)], OF_CHOICES] | None = None
+    tools: Tools | None = None
+    tool_choice: Choice | None = None
     stream: bool | None = None
     metadata: Annotated[dict[str, str] | None, few(16)] = None
 
@@ -235,11 +224,17 @@ class ResponsesBody(BaseModel):
         tidar = given.get("tidar")
         if isinstance(tidar, dict) and tidar.get("trace"):
             raise FieldError("tidar.trace is for /v1/chat/completions and /v1/completions", "tidar.trace")
+        check_search(self.tools or ())
         return self
 
     @property
     def effort(self) -> Effort | None:
         return None if self.reasoning is None else self.reasoning.effort
+
+    @property
+    def spaced(self) -> Mapping[str, Spaced]:
+        """The functions of namespaces, by what the model calls them."""
+        return spaced(self.tools or ())
 
     def as_chat(self) -> ChatBody:
         """The same question to /v1/chat/completions. Raises ApiError (400), by the name of the field here."""
@@ -250,7 +245,7 @@ class ResponsesBody(BaseModel):
             "messages": messages_of(self.instructions, self.input),
             "max_completion_tokens": self.max_output_tokens,
             "stream": self.stream,
-            "tools": None if self.tools is None else [chat_tool(tool) for tool in self.tools],
+            "tools": None if self.tools is None else list(chat_tools(self.tools)),
             "tool_choice": chat_choice(self.tool_choice),
             "response_format": None if self.text is None else chat_format(self.text.format),
             "reasoning_effort": self.effort,
@@ -266,7 +261,7 @@ class ResponsesBody(BaseModel):
         """What every object of its answer repeats of it, or says of what it left out, as JSON; `sampling` is how the
         tokens are picked. Raises ApiError (400) where JSON has no word for it."""
         passed = self.model_extra or {}
-        given = self.model_dump(include={"tools", "tool_choice", "text"}, exclude_unset=True, by_alias=True)
+        given = self.model_dump(include={"tool_choice", "text"}, exclude_unset=True, by_alias=True)
         text = {name: value for name, value in (given.get("text") or {}).items() if value is not None}
         told = {
             "background": False,
@@ -280,7 +275,7 @@ class ResponsesBody(BaseModel):
             "temperature": sampling.temperature,
             "text": {"format": {"type": "text"}} | text,
             "tool_choice": given.get("tool_choice") or "auto",
-            "tools": [{"parameters": None, "strict": None} | tool for tool in given.get("tools") or ()],
+            "tools": repeated_tools(self.tools or ()),
             "top_logprobs": self.top_logprobs or 0,
             "top_p": sampling.top_p,
             "truncation": "disabled",
@@ -309,7 +304,7 @@ def messages_of(instructions: str | None, items: Sequence[Any]) -> list[dict[str
         elif isinstance(item, CallItem):
             if not messages or messages[-1]["role"] != "assistant":
                 messages.append({"role": "assistant", "content": None})
-            called = {"name": item.name, "arguments": item.arguments}
+            called = {"name": name_of(item.namespace, item.name), "arguments": item.arguments}
             messages[-1].setdefault("tool_calls", []).append({"id": item.call_id, "function": called})
         if not isinstance(item, ReasoningItem):
             if thought and messages[-1]["role"] == "assistant":
@@ -318,16 +313,6 @@ def messages_of(instructions: str | None, items: Sequence[Any]) -> list[dict[str
     if not messages:
         raise bad_request("input has nothing that this model reads", "input")
     return messages
-
-
-def chat_tool(tool: FunctionTool) -> dict[str, Any]:
-    return {"type": "function", "function": tool.model_dump(exclude={"type"}, exclude_unset=True)}
-
-
-def chat_choice(choice: str | FunctionToolChoice | None) -> Any:
-    if isinstance(choice, FunctionToolChoice):
-        return {"type": "function", "function": {"name": choice.name}}
-    return choice
 
 
 def chat_format(form: TextFormat | None) -> dict[str, Any] | None:

@@ -3,7 +3,7 @@
 import logging
 import time
 import uuid
-from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
 from contextlib import aclosing
 from typing import Any
 
@@ -11,6 +11,7 @@ from cluster.errors import ApiError, server_error
 from cluster.wire.answer import Answer, Piece
 from cluster.wire.completions_told import Head, chain, logprobs_of, reasoning_tokens, usage_of
 from cluster.wire.encoding import Json, as_json
+from cluster.wire.responses_tools import Spaced
 from cluster.wire.thoughts import Thought
 from cluster.wire.tool_calls import CallDelta
 from tidar_core.request import FinishReason
@@ -31,10 +32,12 @@ class Output:
     """The items of an answer as they grow. Its methods give the events that tell of it, but for their numbers.
 
     Text that stands before, between or behind calls is a message of its own each time; thoughts are an item too.
+    spaced: the functions of namespaces, by what the model calls them.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, spaced: Mapping[str, Spaced]) -> None:
         self.items: list[Json] = []
+        self._spaced = spaced
         self._open = False  # whether the last of them still grows
 
     def add(self, piece: Piece, logprobs: Sequence[Entries] = ()) -> Iterator[Json]:
@@ -86,7 +89,9 @@ class Output:
     def _call(self, delta: CallDelta) -> Iterator[Json]:
         if delta.id is not None:
             yield from self._close("completed")
-            called = {"call_id": delta.id, "name": delta.name, "arguments": ""}
+            own = self._spaced.get(delta.name or "")
+            who = {"name": delta.name} if own is None else {"namespace": own.namespace, "name": own.name}
+            called = {"call_id": delta.id, **who, "arguments": ""}
             yield from self._begin({"type": "function_call", "id": _id("fc"), **called})
         if delta.arguments:
             self.items[-1]["arguments"] += delta.arguments
@@ -173,9 +178,11 @@ def in_arguments(answer: Answer) -> bool:
     return tools is not None and tools.in_arguments
 
 
-def whole_response(head: Head, repeated: str, answer: Answer, pieces: Sequence[Piece]) -> bytes:
+def whole_response(
+    head: Head, repeated: str, spaced: Mapping[str, Spaced], answer: Answer, pieces: Sequence[Piece]
+) -> bytes:
     """The body of an answer that is not streamed."""
-    output = Output()
+    output = Output(spaced)
     for piece in pieces:
         for _ in output.add(piece, logprobs_told(head, answer, piece)):
             pass
@@ -187,6 +194,7 @@ def whole_response(head: Head, repeated: str, answer: Answer, pieces: Sequence[P
 async def response_events(
     head: Head,
     repeated: str,
+    spaced: Mapping[str, Spaced],
     answer: Answer,
     first: Piece,
     rest: AsyncGenerator[Piece, None],
@@ -205,7 +213,7 @@ async def response_events(
         number += 1
         return f"event: {told['type']}\ndata: ".encode() + body + b"\n\n"
 
-    output = Output()
+    output = Output(spaced)
     begun = response_object(head, repeated, "in_progress")
     try:
         async with aclosing(chain(first, rest)) as pieces:

@@ -68,7 +68,7 @@ QWEN_CODER = ToolFormat("<tool_call>\n", "\n</tool_call>", None, "\n")
 _HEAD = re.compile(r'\{\s*"name"\s*:\s*("(?:[^"\\]|\\.)*")\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{)')
 _HEAD_REACH = 4096  # characters: a longer one is read with the whole object, not again at every token
 _TAGGED_HEAD = re.compile(rf"{_FUNCTION}([a-zA-Z0-9_-]*)")
-_LONGEST_NAME = 64  # characters, which a request may give
+LONGEST_NAME = 128  # characters, which a request may give: as in the Responses API
 
 
 @dataclass(frozen=True, slots=True)
@@ -235,7 +235,7 @@ class ToolParser:
         head = _TAGGED_HEAD.match(self._held)
         assert head is not None
         name, end = head[1], head.end()
-        if end == len(self._held) and len(name) <= _LONGEST_NAME:
+        if end == len(self._held) and len(name) <= LONGEST_NAME:
             return False
         if self._held[end : end + 1] != ">" or name not in self._functions:
             return self._no_call(end)

@@ -15,7 +15,16 @@ from cluster.wire.limits import OBJECT, WORD, word_or_object
 from cluster.wire.schema_types import values_of
 from cluster.wire.structured import ResponseFormat, grammar_of
 from cluster.wire.tagged_schemas import arguments_format
-from cluster.wire.tool_calls import HERMES, LLAMA, MISTRAL, QWEN_CODER, ToolFormat, ToolParser, begun_call
+from cluster.wire.tool_calls import (
+    HERMES,
+    LLAMA,
+    LONGEST_NAME,
+    MISTRAL,
+    QWEN_CODER,
+    ToolFormat,
+    ToolParser,
+    begun_call,
+)
 from tidar_core.grammar.grammar import Grammar, schema_grammar, tag_grammar
 from tidar_core.grammar.schemas import ANNOTATIONS, GrammarError, without_remarks
 
@@ -25,7 +34,7 @@ if TYPE_CHECKING:  # as for `ModelCard`
 MAX_TOOLS = 128  # as OpenAI
 # By which a chat template fails: it says so, or cannot do with what it was given.
 TEMPLATE_ERRORS = (TemplateError, TypeError, ValueError, ArithmeticError, AttributeError, LookupError)
-FunctionName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_-]{1,64}$")]
+FunctionName = Annotated[str, Field(pattern=rf"^[a-zA-Z0-9_-]{{1,{LONGEST_NAME}}}$")]
 
 
 NOTHING_SAID: tuple[tuple[str, Any], ...] = (("required", []), ("minProperties", 0))

@@ -1,7 +1,7 @@
 """What the scripts of this folder have in common. They run where a client is installed, and our own packages are not.
 
 python use_NAME.py URL MODEL KEY. Their names begin with `use`, since a script called as its client would be imported in
-its place.
+its place. Nor may another file of this folder be called as a package that they import.
 """
 
 import asyncio

@@ -1,4 +1,4 @@
-"""A server with what clients ask for: tools, thoughts and a key."""
+"""Servers with what clients and agents ask for: tools, thoughts and a key."""
 
 import subprocess
 import sys
@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from cluster.options import ServeOptions
+from tests.cluster.clients.steered import steered_checkpoint
 from tests.servers import Server, running, start_with
 from tidar_core.config import DEFAULT_MODEL, ConfigError
 from tidar_core.model.sources import find_model
@@ -15,6 +16,7 @@ from tidar_core.model.sources import find_model
 KEY = "key-of-clients"
 MODEL = "smollm2-with-tools"
 CONTEXT = 4096  # tokens: agents' prompts are long, and an answer that comes to no end shall come to its limit soon
+MOST = 64  # answers at once, so that one request can be more than there is room for
 
 # Calls as Hermes' models write them, and thoughts where a request asks for an effort.
 TEMPLATE = (
@@ -40,8 +42,12 @@ class Served:
     key: str = KEY
 
     @property
+    def api(self) -> str:
+        return f"{self.server.url}/v1"
+
+    @property
     def words(self) -> list[str]:
-        return [f"{self.server.url}/v1", self.model, self.key]
+        return [self.api, self.model, self.key]
 
 
 def with_template(path: Path) -> Path:
@@ -54,11 +60,25 @@ def with_template(path: Path) -> Path:
     return path
 
 
+def keys_in(directory: Path) -> Path:
+    (directory / "keys").write_text(KEY)
+    return directory / "keys"
+
+
 @contextmanager
 def clients_server(directory: Path) -> Iterator[Served]:
     """The server, its files and its log in `directory`."""
     model = with_template(directory / "with-tools.gguf")
-    (directory / "keys").write_text(KEY)
-    options = ServeOptions(model=str(model), name=MODEL, max_model_len=CONTEXT, api_keys=str(directory / "keys"))
+    keys = keys_in(directory)
+    options = ServeOptions(model=str(model), name=MODEL, max_model_len=CONTEXT, max_ongoing=MOST, api_keys=str(keys))
     with running(start_with(directory, options)) as server:
         yield Served(server)
+
+
+@contextmanager
+def agents_server(directory: Path) -> Iterator[Served]:
+    """As `clients_server`, with the model that calls an agent's tools."""
+    model = steered_checkpoint(directory / "steered")
+    options = ServeOptions(model=str(model), name="steered", api_keys=str(keys_in(directory)))
+    with running(start_with(directory, options)) as server:
+        yield Served(server, "steered")

@@ -14,6 +14,7 @@ from cluster.wire.completions_told import new_head
 from cluster.wire.prompts import parse_json, read_body
 from cluster.wire.responses_asked import ResponsesBody, as_here
 from cluster.wire.responses_told import response_object
+from cluster.wire.responses_tools import Spaced
 from cluster.wire.sampling import sampling_of, sampling_params
 from cluster.wire.schemas import ChatBody
 from tests.cluster.wire.test_schemas import QWEN, card_for
@@ -22,6 +23,10 @@ from tidar_core.request import Sampling
 
 CALL = {"type": "function_call", "call_id": "call_1", "name": "weather", "arguments": '{"city": "Oslo"}'}
 TOOL = {"type": "function", "name": "weather", "parameters": {"type": "object", "properties": {}}}
+
+
+GROUP = {"type": "namespace", "name": "crm", "description": "Customers.", "tools": [TOOL, {**TOOL, "name": "now"}]}
+SEARCH = {"type": "web_search", "external_web_access": False}
 
 
 def asked(**fields: Any) -> ResponsesBody:
@@ -93,6 +98,34 @@ def test_fields_reach_the_chat_under_its_names() -> None:
     assert as_chat(include=["message.output_text.logprobs"]).wanted_logprobs == 0
 
 
+def test_functions_of_a_namespace_have_one_name_for_the_model() -> None:
+    servers = GROUP | {"name": "mcp__crm__", "description": "", "tools": [{**TOOL, "description": "Looks."}]}
+    body = asked(tools=[TOOL, GROUP, servers])
+    tools = body.as_chat().tools or []
+    assert [(tool.function.name, tool.function.description) for tool in tools] == [
+        ("weather", None), ("crm__weather", "crm: Customers."), ("crm__now", None), ("mcp__crm__weather", "Looks."),
+    ]  # fmt: skip
+    assert body.spaced["crm__now"] == Spaced("crm", "now")
+    assert body.spaced["mcp__crm__weather"] == Spaced("mcp__crm__", "weather")
+    assert "weather" not in body.spaced
+    said = messages(input=[{**CALL, "namespace": "crm"}, CALL], tools=[TOOL, GROUP])
+    assert [call["function"]["name"] for call in said[0]["tool_calls"]] == ["crm__weather", "weather"]
+    told = response_object(new_head("tiny", True), body.repeated(Sampling()), "in_progress")
+    found = Response.model_validate_json(told)
+    assert [tool.type for tool in found.tools] == ["function", "namespace", "namespace"]
+    assert json.loads(told)["tools"][1] == GROUP
+    silent = asked(tools=[{"type": "namespace", "name": "crm", "tools": []}, {**GROUP, "description": None}])
+    told = response_object(new_head("tiny", True), silent.repeated(Sampling()), "in_progress")
+    assert [tool.description for tool in Response.model_validate_json(told).tools] == ["", ""]
+
+
+def test_the_models_hear_of_no_search() -> None:
+    """Coding agents offer it beside their functions, and a model may leave alone what it is offered."""
+    body = asked(tools=[TOOL, SEARCH, {"type": "web_search_preview_2025_03_11"}])
+    assert body.as_chat() == as_chat(tools=[TOOL])
+    assert [tool["name"] for tool in json.loads(body.repeated(Sampling()))["tools"]] == ["weather"]
+
+
 def test_what_is_repeated_of_a_request_is_one_line() -> None:
     """It stands in events of a stream."""
     said = "a\u2028b\x85c"
@@ -106,7 +139,7 @@ def test_what_changes_nothing_is_no_matter() -> None:
     harmless = as_chat(
         store=True, metadata={"a": "b"}, reasoning={"summary": "auto"}, truncation="auto", user="me", background=False,
         include=["reasoning.encrypted_content"], stream_options={"include_obfuscation": False}, max_tool_calls=3,
-        previous_response_id=None, service_tier="auto",
+        previous_response_id=None, service_tier="auto", client_metadata={"a": "b"},
     )  # fmt: skip
     assert harmless == plain
     assert not harmless.ignored
@@ -135,6 +168,18 @@ def test_what_changes_nothing_is_no_matter() -> None:
         ({"input": [{"role": "tool", "content": "a"}]}, "input.0.role", "'system', 'developer'"),
         ({"input": [{**CALL, "arguments": "["}]}, "input.0.arguments", "JSON object"),
         ({"tools": [{"type": "web_search"}]}, "tools.0", "'web_search' are not supported"),
+        ({"tools": [{"type": "custom", "name": "patch"}]}, "tools.0", "'custom' are not supported"),
+        ({"tools": [{"type": "web_search_of_mine"}, TOOL]}, "tools.0.type", "pattern"),
+        ({"tools": [{"type": "file_search"}, TOOL]}, "tools.0", "'file_search' are not supported"),
+        (
+            {"tools": [TOOL, GROUP | {"tools": [{"type": "custom", "name": "a"}]}]},
+            "tools.1.tools.0",
+            "'custom' are not",
+        ),
+        ({"tools": [GROUP | {"name": "a" * 128}]}, "tools.0", "more than 128 characters together"),
+        ({"tools": [GROUP, GROUP]}, "tools", "same name"),
+        ({"tools": [GROUP | {"tools": [TOOL] * 129}]}, "tools.0.tools", "128"),
+        ({"tools": [GROUP | {"tools": []}], "tool_choice": "required"}, "tool_choice", "needs tools"),
         ({"tools": [{"type": "function", "name": "a b"}]}, "tools.0.name", "pattern"),
         ({"tools": [TOOL, TOOL]}, "tools", "same name"),
         ({"tool_choice": "required"}, "tool_choice", "needs tools"),

@@ -17,6 +17,7 @@ from openai.types.responses import Response, ResponseStreamEvent
 
 from cluster.wire.answer import Answer, Piece, joined, requests_for
 from cluster.wire.responses_told import Entries, Output, as_json, dumped, new_response_head, response_events
+from cluster.wire.responses_tools import Spaced
 from cluster.wire.tool_calls import CallDelta
 from tests import plain_http
 from tests.cluster.guarded import Guarded
@@ -68,7 +69,7 @@ def together(pieces: list[Piece], sizes: list[int]) -> list[Piece]:
 
 def told_by(pieces: list[Piece], status: str) -> tuple[list[Any], list[Any]]:
     """The events, and the items at the end."""
-    output = Output()
+    output = Output({})
     events = [json.loads(json.dumps(event)) for piece in pieces for event in output.add(piece, Entries())]
     events += [json.loads(json.dumps(event)) for event in output.end(status)]
     return events, output.items
@@ -111,21 +112,34 @@ def test_a_call_is_complete_where_its_arguments_are() -> None:
     pieces = [Piece(0, (CallDelta(0, "{", "call_0", "weather"),))]
     for in_arguments, told in ((True, "incomplete"), (False, "completed")):
         for status in ("completed", "incomplete"):
-            output = Output()
+            output = Output({})
             for piece in pieces:
                 list(output.add(piece, Entries()))
             list(output.end(status, in_arguments))
             assert output.items[0]["status"] == told
 
 
+def test_a_call_tells_the_namespace_of_its_function_apart() -> None:
+    output = Output({"crm__find": Spaced("crm", "find")})
+    calls = [CallDelta(0, "{}", "call_0", "crm__find"), CallDelta(1, "{}", "call_1", "find")]
+    events = [event for call in calls for event in output.add(Piece(0, (call,)))] + list(output.end("completed"))
+    assert [(item.get("namespace"), item["name"]) for item in output.items] == [("crm", "find"), (None, "find")]
+    for number, event in enumerate(events):
+        told = EVENTS[event["type"]].model_validate({**event, "sequence_number": number}, strict=True)
+        if event["type"] in ("response.output_item.added", "response.output_item.done"):
+            assert told.item.namespace == (None if event["output_index"] else "crm")
+        if event["type"] == "response.function_call_arguments.done":
+            assert told.name == "find"
+
+
 def test_tokens_that_bring_no_text_have_log_probabilities_too() -> None:
     """As those of a stop string with which an answer begins; behind a call nothing has a place for them."""
     entries = Entries(as_json({"token": token}) for token in "abc")
-    silent = Output()
+    silent = Output({})
     list(silent.add(Piece(0, ("",)), [entries]))
     list(silent.end("completed"))
     assert silent.items[0]["content"][0]["logprobs"] == entries
-    called = Output()
+    called = Output({})
     list(called.add(Piece(0, (CallDelta(0, "{}", "call_0", "weather"), "")), [Entries(), entries]))
     list(called.end("completed"))
     assert [item["type"] for item in called.items] == ["function_call"]
@@ -161,7 +175,7 @@ def test_the_end_of_a_stream_does_not_make_its_log_probabilities_anew() -> None:
     async def told() -> tuple[float, float, list[Any]]:
         answer = Answer(CARD, requests_for("answer", [(1,)], [params]))
         answer.choices[0].finish = finish
-        events = response_events(new_response_head("tiny"), '{"a":1}', answer, pieces[0], rest(), broke=pytest.fail)
+        events = response_events(new_response_head("tiny"), '{"a":1}', {}, answer, pieces[0], rest(), broke=pytest.fail)
         growing, ending, made = 0.0, 0.0, []
         before = time.thread_time()
         async for event in events:
@@ -199,7 +213,7 @@ def test_a_client_that_leaves_at_once_ends_the_pieces() -> None:
         pieces = more()
         first = await anext(pieces)
         answer = Answer(CARD, requests_for("answer", [(1,)], [SamplingParams(max_tokens=5)]))
-        events = response_events(new_response_head("tiny"), "{}", answer, first, pieces, broke=pytest.fail)
+        events = response_events(new_response_head("tiny"), "{}", {}, answer, first, pieces, broke=pytest.fail)
         assert b"response.created" in await anext(events)
         await events.aclose()
         assert ended
@@ -285,6 +299,23 @@ def test_calls_are_items_and_what_they_brought_is_read(client: openai.OpenAI) ->
     assert after.usage is not None
     assert whole.usage is not None
     assert after.usage.input_tokens > whole.usage.input_tokens
+
+
+def test_a_call_within_a_namespace_goes_round(client: openai.OpenAI) -> None:
+    asked: Any = {
+        "model": "tiny", "input": "How is the weather?", "max_output_tokens": 400, "extra_body": {"seed": 5},
+        "tools": [{"type": "namespace", "name": "mcp__sky", "description": "Skies.", "tools": TOOLS}],
+        "tool_choice": "required", "parallel_tool_calls": False,
+    }  # fmt: skip
+    whole = client.responses.create(**asked)
+    (call,) = whole.output
+    assert call.type == "function_call"
+    assert (call.namespace, call.name in ("weather", "now")) == ("mcp__sky", True)
+    _, last = stream_of(client, **asked)
+    assert (last.output[0].namespace, said(last)) == ("mcp__sky", said(whole))  # type: ignore[union-attr]
+    output: Any = {"type": "function_call_output", "call_id": call.call_id, "output": "rain"}
+    asked |= {"input": [call.model_dump(exclude_none=True), output], "tool_choice": "auto", "max_output_tokens": 9}
+    assert client.responses.create(**asked).output_text
 
 
 def test_the_openai_package_reads_an_answer_as_a_type(client: openai.OpenAI) -> None:
