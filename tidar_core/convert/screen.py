@@ -70,7 +70,12 @@ class TerminalScreen:
         self.console.print(text, highlight=False, markup=False, soft_wrap=True)
 
     def loading(self, done: int, total: int) -> None:
-        self._show("reading weights", done / max(1, total), f"{done / max(1, total):.0%}", quiet=True)
+        if done < total:
+            self._show("reading weights", done / total, f"{done / total:.0%}", quiet=True)
+        elif self._task is not None:  # what comes next may take minutes and shows no bar
+            self._bars.remove_task(self._task)
+            self._bars.refresh()
+            self._task = None
 
     def gathered(self, gathered: GatherProgress, goal: Goal) -> None:
         tokens = gathered.own_tokens + gathered.growing
