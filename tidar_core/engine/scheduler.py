@@ -20,6 +20,9 @@ from tidar_core.request import FinishReason, Sequence, StepOutput, StepTrace, pa
 if TYPE_CHECKING:
     from torch import Tensor
 
+PROMPT_SECONDS = 2.0  # of a step, that reading prompts takes
+LEAST_PROMPT_ROWS = 64  # that are read all the same: with fewer, reading the weights costs as much as the rows do
+
 
 class SequencePlan(NamedTuple):
     """The rows of one sequence in one step.
@@ -120,7 +123,7 @@ class Scheduler:
         idle = self._turns.sitting_out(self.running, self._plain_seconds, time.monotonic())
         going = [sequence for sequence in self.running if sequence not in idle]
         decoding = [sequence for sequence in going if len(sequence.tokens) - sequence.computed == 1]
-        budget = StepBudget(self.limits.known_rows, decoding)
+        budget = StepBudget(self._known_rows(going, len(decoding)), decoding)
         for sequence in sorted(self.running, key=_priority):
             self._admit(budget, before=_priority(sequence))
             if sequence not in self.running or sequence in idle:
@@ -130,6 +133,16 @@ class Scheduler:
                 budget.put(sequence, count)
         self._admit(budget)
         return self._shaped(list(budget.counts.items()), len(idle & self.running.keys()))
+
+    def _known_rows(self, going: Items[Sequence], decoding: int) -> int:
+        """Rows of known tokens for a step: as many as its limit, or fewer where it would take long with all of them,
+        as with a large model on a CPU. Meanwhile nobody hears anything, and nobody who leaves is heard."""
+        most = self.limits.known_rows
+        if decoding == len(going) and not self.waiting:
+            return most
+        context = max((s.computed for s in going if len(s.tokens) - s.computed > 1), default=0)
+        rows = self.policy.cost.rows_within(PROMPT_SECONDS, context, most)
+        return min(most, decoding + max(LEAST_PROMPT_ROWS, rows))
 
     def _plain_seconds(self, count: int) -> float:
         """Seconds of a step in which `count` sequences have one row each."""

@@ -146,7 +146,7 @@ def load_engine(
         arithmetic=arithmetic,
         mask_token=runner.mask_token,
         cost=cost,
-        full_rows=full_rows_for(model, runner.block_length, arithmetic_dtype(config.dtype), device),
+        full_rows=full_rows_for(model, runner.block_length, arithmetic_dtype(config.dtype), device, cost),
     )
     stage(_ready_line(info, loaded.ops))
     limits = Limits(config.max_running, config.known_rows, positions, config.page_size, frozenset(model.eos_ids))
