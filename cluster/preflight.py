@@ -7,11 +7,14 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from cluster.ingress.auth import read_keys
 from cluster.observe.tracing import check_traces
 from cluster.options import FurtherModel, ServeOptions
 from tidar_core.config import DEFAULT_MODEL, ConfigError, ModelConfig
 from tidar_core.imports import quick_imports
+from tidar_core.memory import GIB, free_memory
 from tidar_core.model.adapter_config import AdapterConfig, BaseIdentity, read_adapter_config
 from tidar_core.model.contract import read_contract, stated_architecture
 from tidar_core.model.sources import ModelSource, find_model, from_home
@@ -119,6 +122,31 @@ def check_models(
         config = served.config
         if config.model in shapes and config.adapter not in OWN_ADAPTERS and can_be_seen(config.adapter):
             check_adapter(from_home(config.adapter), name, shapes[config.model])
+
+
+def check_memory(options: ServeOptions, sources: Mapping[str, ModelSource]) -> None:
+    """Raise ConfigError where the weights of several engines that start together on this machine's CPU plainly do not
+    fit into its memory. Each engine looks what is free before it reads its own, and sees nothing of the others' yet.
+
+    Reads headers only.
+    """
+    with quick_imports():
+        from tidar_core.model.configuration import load_config
+        from tidar_core.model.footprint import weights_bytes
+
+    engines, needed = 0, 0.0
+    for served in options.served.values():
+        config, count = served.config, served.engines if options.max_replicas is None else options.min_replicas
+        shape = load_config(sources[config.model], stated_architecture(config.adapter))
+        engines += count
+        needed += count * weights_bytes(sources[config.model], shape, config.dtype)
+    free = free_memory()
+    if engines > 1 and needed > free and not psutil.MACOS:  # which lends as much of its disk as is needed
+        fewer = "--replicas" if options.max_replicas is None else "--min-replicas"
+        raise ConfigError(
+            f"the weights of {engines} engines take {needed / GIB:.1f} GiB of memory, and {free / GIB:.1f} GiB are "
+            f"free: free some, lower {fewer}, serve in fewer bits (--dtype), or take a smaller model"
+        )
 
 
 def check_accelerator(name: str | None) -> None:

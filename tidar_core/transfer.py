@@ -1,5 +1,6 @@
 """Where the model computes, and numbers on their way there from the host."""
 
+import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -40,8 +41,13 @@ def choose_device(wanted: str) -> torch.device:
 
 @contextmanager
 def enough_memory(advice: str) -> Iterator[None]:
-    """Raises ConfigError with this advice where the GPU's memory does not hold what is done within."""
+    """Raises ConfigError with this advice where the GPU's memory does not hold what is done within, or where the system
+    refuses this process more of its own."""
     try:
         yield
     except torch.OutOfMemoryError:
         raise ConfigError(f"the GPU's memory is full: {advice}") from None
+    except (MemoryError, RuntimeError) as error:
+        if not isinstance(error, MemoryError) and not re.search(r"can(no|')t allocate memory", str(error), re.I):
+            raise
+        raise ConfigError(f"the memory that this process may have is full (see `ulimit -v`): {advice}") from None

@@ -37,7 +37,7 @@ from cluster.operate.ray_cluster import (
     running_cluster,
 )
 from cluster.options import ServeOptions, UpOptions
-from cluster.preflight import absolute, check_models, check_options, check_port
+from cluster.preflight import absolute, check_memory, check_models, check_options, check_port
 from cluster.replica.progress import Board, put_up_board
 from tidar_core.config import ConfigError
 from tidar_core.error_text import first_line, last_line, unbroken
@@ -56,16 +56,20 @@ SHORT_WAYS = {
 # Of a Ray that serves this and nothing else. It starts as many processes ahead as there are processors, each of which
 # imports that, and would keep as many: these are enough for one replica and all of Serve's, the rest ends in seconds.
 # Nobody asks it which tasks ran: where its head has ended, this process would wait five seconds to tell it that.
+# Where memory is nearly used up, whoever has it, it would end the processes that are youngest: proxy and ingress, and
+# with them all streams, which outlive an engine alone. The system ends the largest, and only once there is none left.
 LEAN = {
     "RAY_preload_python_modules": "cluster.lean_serve",
     "RAY_num_workers_soft_limit": "8",
     "RAY_task_events_report_interval_ms": "0",
+    "RAY_memory_monitor_refresh_ms": "0",
 }
 WITH_IDS = {"RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": "cluster.request_ids:middlewares"}
 # A line a request and a call would cost time and push all else out of the logs.
 QUIET = {"enable_access_log": False}
 TAKEN = r"cannot bind socket \(.*?\) for \[(.*?)\]|Failed to bind to address '(.*?)'"  # HAProxy's, Serve's words
 LATE = r"time(d |-)?out|killed by `ray\.kill`|never ran"  # Serve ends a proxy that is not ready in time
+LONG_START = r"more than \d+s to initialize"  # as a large model's is; what it does there the engine says itself
 LOOK_SECONDS = 0.25
 FIT_SECONDS = 5.0  # that the check of models is given to end once all else has
 PATIENT_SECONDS = 60.0  # of a start, before it is said what it waits for
@@ -101,6 +105,8 @@ def up(options: UpOptions) -> None:
                     proxy = haproxy_settings(options.host, options.port, options.serve.most_ongoing, say_now)
                 with proxy as front, ray_cluster(address, say_now, interrupts, SHORT_WAYS | LEAN | WITH_IDS | front):
                     fit.result()
+                    if address is None and app.engine_device(options.serve) == "cpu":
+                        check_memory(options.serve, sources)
                     if address is not None:
                         refuse_running_serve(address)
                         claim(address)
@@ -286,7 +292,7 @@ def unstarted(name: str, states: Mapping[str, StatusOverview]) -> str:
     """That an application is still to start, and what Serve says of that, as where others have the GPUs it needs."""
     deployments = states[name].deployment_statuses if name in states else ()
     messages = (each.message for each in deployments if each.status is not DeploymentStatus.HEALTHY)
-    why = next((unbroken(message) for message in messages if message.strip()), "")
+    why = next((unbroken(each) for each in messages if each.strip() and not re.search(LONG_START, each)), "")
     return f"the {name} application to start" + (f": {why}" if why else "")
 
 

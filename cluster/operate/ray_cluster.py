@@ -172,7 +172,7 @@ def short_words(say: Say) -> Iterator[None]:
     def tell(data: Any, ignore_prefix: bool) -> None:
         nonlocal before, since
         for text in data["lines"]:
-            line = without_announcement(text.strip().partition("\n")[0])
+            line = in_few_words(without_announcement(text.strip().partition("\n")[0]))
             if line != before or time.monotonic() - since > AGAIN_SECONDS:
                 say(f"Ray: {line}")
             before, since = line, time.monotonic()
@@ -312,6 +312,13 @@ def reason(error: BaseException) -> str:
 def without_announcement(line: str) -> str:
     """The first line of what Ray says, without its end that tells of lines that follow."""
     return re.sub(r"\s*Last \d+ lines of [^:]*:$", "", line)
+
+
+def in_few_words(line: str) -> str:
+    """What Ray says of a process that was ended, without the paragraph that it makes of it."""
+    if died := re.match(r"A worker died or was killed .*Worker PID: (\d+)", line):
+        return f"process {died[1]} was ended; where no memory is left the system does that without a word (see dmesg)"
+    return line
 
 
 def mend_of(error: BaseException) -> str:

@@ -15,6 +15,7 @@ from ray.experimental import internal_kv
 
 BOARD = "tidar-progress"
 NAMESPACE = "tidar"
+QUIET_SECONDS = 10.0
 
 log = logging.getLogger("ray.serve")
 
@@ -50,13 +51,25 @@ class ProgressLine:
 
     def __init__(self, replica: str):
         self._replica = replica
+        self._stage, self._said = "", 0.0
         self._board_is_up = internal_kv._internal_kv_exists(BOARD, namespace=NAMESPACE)
         if not self._board_is_up:
             log.info("no progress board on this cluster; progress goes to this log alone")
 
     def report(self, text: str) -> None:
         log.info(text)
+        self._said = time.monotonic()
         self._put(Line(self._replica, text))
+
+    def begin(self, stage: str) -> None:
+        """Reports a stage, of which `advance` may tell how far it is."""
+        self._stage = stage
+        self.report(stage)
+
+    def advance(self, done: int, total: int) -> None:
+        """Reports how far the stage is, where nothing was reported for a while: a large model is read for minutes."""
+        if time.monotonic() - self._said >= QUIET_SECONDS and done < total:
+            self.report(f"{self._stage}: {done / total:.0%}")
 
     def fail(self, text: str) -> None:
         log.error(text)

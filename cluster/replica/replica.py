@@ -147,7 +147,7 @@ class EngineReplica:
             with quick_imports():
                 from tidar_core.engine import keep_loaded, load_engine
 
-                engine = load_engine(config, progress.report, for_grammars=True)
+                engine = load_engine(config, progress.report, progress.advance, stage=progress.begin, for_grammars=True)
             keep_loaded()
             return engine
 

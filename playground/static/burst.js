@@ -9,6 +9,7 @@ import { plural } from "./stats.js";
 import { emitted, readsAgain } from "./trace.js";
 
 const SLICE_MS = 500;
+const STEPS_A_PART = 2; // of the curve, at least: with fewer it would fall to nothing between the steps of a large model
 const SHOW_MS = 250;
 
 /** Upper ends of the classes of answers at once. */
@@ -28,6 +29,7 @@ export class BurstTally {
   #answers;
   #blockLength;
   #stepped = new Set(); // answers that had their part of the engine's step under way
+  #steps = 0; // of the engine
   #ended = 0; // answers that ended in the steps before that one
   #timed = 0; // tokens that were made while the clock of `tokensPerSecond` ran
 
@@ -46,6 +48,7 @@ export class BurstTally {
       this.#stepped.clear();
       this.#ended = this.done;
     }
+    if (!this.#stepped.size) this.#steps += 1;
     this.#stepped.add(answer);
     const active = this.#answers - this.#ended;
     this.firstAt ??= at;
@@ -69,18 +72,22 @@ export class BurstTally {
   }
 
   /**
-   * For every half second `{ at, perSecond, active }`: its middle in seconds, tokens per second, answers under way. The
-   * last one ends with the last token; where that comes too soon to tell a speed, it is part of the one before.
+   * For every half second, or as many as `STEPS_A_PART` steps take where they are slow: `{ at, perSecond, active }`: its
+   * middle in seconds, tokens per second, answers under way. The last part ends with the last token; where that comes too
+   * soon to tell a speed, it is part of the one before.
    */
   get course() {
+    const every = Math.max(1, Math.ceil((STEPS_A_PART * (this.lastAt - this.firstAt)) / this.#steps / SLICE_MS));
     let active = this.#answers;
-    const parts = Array.from(this.slices, (slice, i) => {
-      active = slice?.active ?? active;
-      const from = i * SLICE_MS;
-      return { from, to: Math.min(from + SLICE_MS, this.lastAt), tokens: slice?.tokens ?? 0, active };
-    });
+    const parts = [];
+    for (let i = 0; i < this.slices.length; i += every) {
+      const some = this.slices.slice(i, i + every).filter(Boolean);
+      if (some.length) active = Math.max(...some.map((slice) => slice.active));
+      const tokens = some.reduce((sum, slice) => sum + slice.tokens, 0);
+      parts.push({ from: i * SLICE_MS, to: Math.min((i + every) * SLICE_MS, this.lastAt), tokens, active });
+    }
     const last = parts.at(-1);
-    if (parts.length > 1 && last.to - last.from < SLICE_MS / 2) {
+    if (parts.length > 1 && last.to - last.from < (every * SLICE_MS) / 2) {
       parts.pop();
       parts.at(-1).to = last.to;
       parts.at(-1).tokens += last.tokens;

@@ -6,10 +6,14 @@ from typing import Any
 
 import pytest
 
+from cluster import preflight
 from cluster.options import ServeOptions
-from cluster.preflight import check_options, check_paths, check_visible
+from cluster.preflight import check_memory, check_options, check_paths, check_visible
 from tests.servers import tiny_model
 from tidar_core.config import ConfigError
+from tidar_core.model.configuration import load_config
+from tidar_core.model.footprint import weights_bytes
+from tidar_core.model.sources import find_model
 from tidar_core.settings import read_options
 
 
@@ -58,3 +62,35 @@ def test_what_lies_at_home_is_looked_at_too(part: str, tmp_path: Path, monkeypat
     given = {"model": "org/not-here", "adapter": "none", part: "~/wrong"}
     with pytest.raises(ConfigError, match=r"~/wrong|/wrong is not valid"):
         check_visible(read_options(ServeOptions, given))
+
+
+@pytest.mark.skipif(preflight.psutil.MACOS, reason="macOS lends memory without end")
+@pytest.mark.parametrize(
+    ("given", "engines", "mend"),
+    [
+        ({"replicas": 2}, 2, "lower --replicas"),
+        ({"models": {"other": {"replicas": 2}}}, 3, "lower --replicas"),
+        ({"min_replicas": 2, "max_replicas": 9}, 2, "lower --min-replicas"),
+        ({}, 1, None),  # which tells it itself
+        ({"min_replicas": 1, "max_replicas": 9}, 1, None),
+    ],
+)
+def test_engines_that_start_together_must_fit_into_memory_together(
+    given: dict[str, Any], engines: int, mend: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each of them would find room enough for itself, and the system would end one without a word."""
+    model, _ = tiny_model(tmp_path)
+    source = find_model(str(model))
+    given = {"model": str(model), **given}
+    for other in given.get("models", {}).values():
+        other["model"] = str(model)
+    options = read_options(ServeOptions, given)
+    needed = round(engines * weights_bytes(source, load_config(source), "bfloat16"))
+    monkeypatch.setattr(preflight, "free_memory", lambda: needed)
+    check_memory(options, {str(model): source})
+    monkeypatch.setattr(preflight, "free_memory", lambda: needed - 1)
+    if mend is None:
+        check_memory(options, {str(model): source})
+        return
+    with pytest.raises(ConfigError, match=f"weights of {engines} engines take .* GiB are free: free some, {mend}"):
+        check_memory(options, {str(model): source})

@@ -97,6 +97,14 @@ def test_a_burst_does_not_slow_down_at_its_end(blank: Page, end: int, middles: l
     assert [part["active"] for part in course] == [2, 2, 1][: len(middles)]
 
 
+def test_the_course_of_a_burst_does_not_fall_to_nothing_between_slow_steps(blank: Page) -> None:
+    """As those of a large model on a CPU: two seconds each, behind a first token that took three."""
+    counted = [(at, False) for at in range(3000, 21_001, 2000)]
+    course = blank.evaluate(COURSE, [f"/playground/{read_files().address}/burst.js", 1, counted])
+    assert len(course) > 3
+    assert [part["perSecond"] for part in course[1:]] == pytest.approx([0.5] * (len(course) - 1), rel=0.25)
+
+
 CLASSES = """async ([file, verified]) => {
   const tally = new (await import(file)).BurstTally(1, 4);
   for (const verify of verified) {

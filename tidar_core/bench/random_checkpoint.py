@@ -9,11 +9,11 @@ Step times do not care for the text, so engines can be compared on it, all doing
 The tokenizer is the default model's.
 """
 
-import sys
 from pathlib import Path
 from typing import Any
 
 import torch
+import typer
 from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
@@ -53,6 +53,7 @@ def random_checkpoint_model(shape: ModelConfig, device: str) -> PreTrainedModel:
 
 
 def main(name: str, directory: str) -> None:
+    """Write a checkpoint with random weights in the shape that is called NAME into DIRECTORY."""
     if name not in SHAPES:
         raise SystemExit(f"{name} is no shape that is known: choose among {', '.join(SHAPES)}")
     device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -61,4 +62,4 @@ def main(name: str, directory: str) -> None:
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    typer.run(main)

@@ -9,13 +9,13 @@ from tidar_core.config import EngineConfig
 from tidar_core.convert.base import Base, load_base_weights
 from tidar_core.convert.conversations import DocumentPlan
 from tidar_core.convert.given import read_prompts
-from tidar_core.convert.growing import waits_to_be_cut
 from tidar_core.convert.options import ConvertOptions, Screen
 from tidar_core.convert.own_words import (
     DRAIN_SHARE,
     GatherProgress,
     Goal,
     add_text,
+    cut_growing,
     gather_own_words,
     sort_prompts,
     unanswered,
@@ -80,6 +80,8 @@ def gather(options: ConvertOptions, base: Base, screen: Screen) -> tuple[Corpus,
     if text_alone or (not prompts and _has_all(goal, store)):
         if not text_alone and store.header.model != base.source.name:
             screen.line(f"{options.shards} holds the words of {store.header.model}: they are trained on as they are")
+        if not text_alone:
+            cut_growing(base.tokenizer, plan, store)
         _add_text(gathering)
         useful = True
     else:
@@ -158,11 +160,11 @@ def _add_text(gathering: _Gathering) -> None:
 
 
 def _has_all(goal: Goal, store: ShardStore) -> bool:
-    """Whether the goal is reached, and nothing waits to be taken up."""
+    """Whether the goal is reached, so that nothing more would be generated."""
     stored = store.read()
     enough = bool(goal.own_tokens) and stored.corpus.generated_tokens() >= goal.own_tokens
     over = bool(goal.seconds) and stored.seconds - goal.elsewhere >= (1 - DRAIN_SHARE) * goal.seconds
-    return (enough or over) and not waits_to_be_cut(store.directory, stored.done)
+    return enough or over
 
 
 def _generator(gathering: _Gathering) -> tuple[TextSource, str]:

@@ -4,7 +4,7 @@ A conversation follows from its job and from what the model answered, so that th
 needs minutes for the first whole document, and would begin anew each time.
 """
 
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Literal
 
@@ -57,11 +57,6 @@ def take_up(conversation: Conversation, kept: Growing | None) -> tuple[Wish | No
     # It does not fit where the answers of this run are to be shorter than those of the last one.
     fits = wish is not None and len(so_far) < wish.params.max_tokens
     return wish, so_far if fits else ()
-
-
-def waits_to_be_cut(directory: Path, done: Collection[int]) -> bool:
-    """Whether a run that was killed left planned conversations there that are not `done`."""
-    return any(kept.number >= 0 and kept.number not in done for kept in read_growing(directory))
 
 
 def write_growing(directory: Path, conversations: Iterable[Growing]) -> None:

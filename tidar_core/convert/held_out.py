@@ -5,7 +5,7 @@ a row. Whether the draft of slot s at c holds does not depend on what was drafte
 are judged at once, and then walked through as decoding would: every step lands on the next context end.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -21,7 +21,15 @@ from tidar_core.model.weights import AdapterWeights
 
 WINDOW = 48  # context ends judged in each of so many documents; more in each where there are fewer
 DOCUMENTS = 64
+# On a CPU, a model with more numbers in its layers is measured on fewer documents: else that would take longer than
+# the training between two measurements.
+CPU_NUMBERS, FEWEST_DOCUMENTS = 2e8, 8
 TOKENS_AT_ONCE = 4096
+BLOCKS_AT_ONCE = {"cpu": 64, "cuda": 256}
+
+
+class Abandoned(Exception):
+    """A measurement was ended before it was over."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,11 +65,20 @@ class HeldOut:
         return digest_of(column for each in columns for column in each)
 
 
-def choose_windows(corpus: Corpus, held_out: Sequence[int], block: int, max_positions: int) -> HeldOut:
-    """A window in each of the first documents of `held_out` that has room for one; the same on every call."""
+def documents_to_measure(device: torch.device, numbers: int) -> int:
+    """How many documents a drafter is measured on, for a model with so many numbers in its layers."""
+    if device.type != "cpu":
+        return DOCUMENTS
+    return max(FEWEST_DOCUMENTS, min(DOCUMENTS, int(DOCUMENTS * CPU_NUMBERS / numbers)))
+
+
+def choose_windows(
+    corpus: Corpus, held_out: Sequence[int], block: int, max_positions: int, most: int = DOCUMENTS
+) -> HeldOut:
+    """A window in each of the first `most` documents of `held_out` that have room for one; the same on every call."""
     found = [(index, anchor_places(corpus.document(index)[1], block, max_positions)) for index in held_out]
-    found = [(index, places) for index, places in found if len(places)][:DOCUMENTS]
-    longest = max(WINDOW, DOCUMENTS * WINDOW // max(1, len(found)))
+    found = [(index, places) for index, places in found if len(places)][:most]
+    longest = max(WINDOW, most * WINDOW // max(1, len(found)))
     documents: list[tuple[np.ndarray, np.ndarray]] = []
     windows: list[np.ndarray] = []
     for index, places in found:
@@ -79,10 +96,16 @@ def choose_windows(corpus: Corpus, held_out: Sequence[int], block: int, max_posi
 
 
 def measure_held_out(
-    base: FrozenBase, adapter: AdapterWeights, held_out: HeldOut, block: int, within_block: WithinBlock
+    base: FrozenBase,
+    adapter: AdapterWeights,
+    held_out: HeldOut,
+    block: int,
+    within_block: WithinBlock,
+    abandon: Callable[[], bool] = lambda: False,
 ) -> HeldOutResult:
-    """Tokens per step of `adapter` (of the base's dtype) with proposals of `block` slots."""
-    judged = judge_windows(base, adapter, held_out, block, within_block)
+    """Tokens per step of `adapter` (of the base's dtype) with proposals of `block` slots. Raises Abandoned soon after
+    `abandon` has become true."""
+    judged = judge_windows(base, adapter, held_out, block, within_block, abandon)
     steps, tokens = zip(*(_walk(holds[:, 1:]) for holds in judged), strict=True)
     by_kind: dict[Kind, float] = {}
     for kind in dict.fromkeys(held_out.kinds):
@@ -100,12 +123,19 @@ def measure_held_out(
 
 @torch.no_grad()
 def judge_windows(
-    base: FrozenBase, adapter: AdapterWeights, held_out: HeldOut, block: int, within_block: WithinBlock
+    base: FrozenBase,
+    adapter: AdapterWeights,
+    held_out: HeldOut,
+    block: int,
+    within_block: WithinBlock,
+    abandon: Callable[[], bool] = lambda: False,
 ) -> list[np.ndarray]:
     """For each window bool [context ends, block]: whether the slot says what the base says there; False behind the end
-    of the document's own words."""
+    of the document's own words. abandon: as in `measure_held_out`."""
     return [
-        holds for group in _groups(held_out) for holds in _judge(base, adapter, held_out, group, block, within_block)
+        holds
+        for group in _groups(held_out)
+        for holds in _judge(base, adapter, held_out, group, block, within_block, abandon)
     ]
 
 
@@ -121,14 +151,22 @@ def _groups(held_out: HeldOut) -> Iterator[range]:
 
 
 def _judge(
-    base: FrozenBase, adapter: AdapterWeights, held_out: HeldOut, group: range, block: int, within_block: WithinBlock
+    base: FrozenBase,
+    adapter: AdapterWeights,
+    held_out: HeldOut,
+    group: range,
+    block: int,
+    within_block: WithinBlock,
+    abandon: Callable[[], bool],
 ) -> list[np.ndarray]:
     pack = pack_documents([held_out.documents[index] for index in group], base.device)
     clean = run_clean(base, pack)
     blocks = lay_blocks(pack, [held_out.windows[index] for index in group], block)
-    holds = []
-    for first in range(0, len(blocks), 256):
-        part = blocks.part(first, min(first + 256, len(blocks)))
+    holds, at_once = [], BLOCKS_AT_ONCE.get(base.device.type, 64)
+    for first in range(0, len(blocks), at_once):
+        if abandon():
+            raise Abandoned
+        part = blocks.part(first, min(first + at_once, len(blocks)))
         alone = run_masks(base, adapter, clean, part, within_block)
         informed = run_slot_head(base, adapter, clean, part, alone)
         holds.append(_agree(base, clean.hidden, part, _best(base, alone, informed)))

@@ -201,12 +201,8 @@ class _Run:
                 self.books.finish(self.open.pop(key))
 
     def cut_left(self) -> None:
-        """Ends what a run that was killed has left, and this one had no time to go on with."""
-        for kept in [kept for kept in self.left.values() if kept.number >= 0]:
-            conversation = Conversation(plan_job(self.plan, kept.number), self.plan, self.tokenizer, self.seen)
-            _, so_far = take_up(conversation, self.left.pop(kept.job))
-            conversation.cut(so_far)
-            self.books.finish(conversation)
+        """Ends what an earlier run has left, and this one had no time to go on with."""
+        _cut(self.left, self.plan, self.tokenizer, self.seen, self.books)
 
     def flush(self) -> None:
         """Writes all documents that are finished, and all conversations that are not."""
@@ -275,6 +271,33 @@ def gather_own_words(
         books.documents, books.own_tokens, 0, books.seconds,
         refused=books.refused, useless=books.in_vain, speechless=books.speechless(LEAST_BEGUN),
     )  # fmt: skip
+
+
+def cut_growing(tokenizer: PreTrainedTokenizerFast, plan: DocumentPlan, store: ShardStore) -> None:
+    """Ends what an earlier run has left on its way, where nothing more is to be generated: what is long enough is
+    learnt from as it is. Answers to prompts stay as they are. Raises ConfigError where the disk is full."""
+    stored = store.read()
+    left = _left_growing(store.directory, tokenizer, stored)
+    books = _Books(store, len(stored.corpus), 0, 0.0, HOPELESS, lambda seconds: None)
+    _cut(left, plan, tokenizer, set(stored.corpus.keys.tolist()), books)
+    if books.fresh_done:
+        books.flush(tuple(left.values()))
+
+
+def _cut(
+    left: dict[int | str, Growing],
+    plan: DocumentPlan,
+    tokenizer: PreTrainedTokenizerFast,
+    seen: set[int],
+    books: _Books,
+) -> None:
+    """Takes planned conversations out of those that are `left`, and finishes them where they are. seen: as in
+    `Conversation`."""
+    for kept in [kept for kept in left.values() if kept.number >= 0]:
+        conversation = Conversation(plan_job(plan, kept.number), plan, tokenizer, seen)
+        _, so_far = take_up(conversation, left.pop(kept.job))
+        conversation.cut(so_far)
+        books.finish(conversation)
 
 
 def _left_growing(directory: Path, tokenizer: PreTrainedTokenizerFast, stored: Stored) -> dict[int | str, Growing]:

@@ -29,7 +29,7 @@ from tidar_core.convert.full_folder import check_replaceable, full_steps, take_b
 from tidar_core.convert.full_run import check_memory, train_full
 from tidar_core.convert.gathering import gather
 from tidar_core.convert.given import check_text
-from tidar_core.convert.held_out import HeldOutResult, choose_windows
+from tidar_core.convert.held_out import HeldOutResult, choose_windows, documents_to_measure
 from tidar_core.convert.lock import alone_in
 from tidar_core.convert.options import ConvertOptions, Screen, Train
 from tidar_core.convert.sampler import Sampler, anchor_counts
@@ -37,10 +37,19 @@ from tidar_core.convert.shards import Corpus, ShardStore, digest_of, read_header
 from tidar_core.convert.speed import device_name, fast_dtype, measure_peak, work_per_row
 from tidar_core.convert.spent import left_for_training
 from tidar_core.convert.start import begin, check_start
-from tidar_core.convert.trainer import Budget, Origin, StepReport, TrainingData, Watch, train_drafter
+from tidar_core.convert.trainer import (
+    Budget,
+    Origin,
+    StepReport,
+    TrainingData,
+    Watch,
+    check_documents,
+    train_drafter,
+)
 from tidar_core.convert.vocabulary import Vocabulary
 from tidar_core.model.adapter import WEIGHTS_FILE, shape_of
 from tidar_core.model.dense import check_dense
+from tidar_core.model.loading import numbers_to_load
 from tidar_core.model.sources import find_model
 from tidar_core.model.weights import AdapterWeights
 from tidar_core.transfer import choose_device, enough_memory
@@ -57,6 +66,13 @@ def train_gathered(options: ConvertOptions, spent: float, screen: Screen, crew: 
     base = read_base(find_model(options.model), choose_device(options.device))
     corpus = ShardStore(options.shards, read_header(options.shards)).read().corpus
     _check_known(options, base, corpus)
+    learnt, held_out = corpus.split()
+    longest, block = base.config.max_positions, options.train.block
+    anchors = anchor_counts(corpus, learnt.tolist(), block, longest)
+    sampler = Sampler(corpus.document, anchors, longest, options.train.seed)
+    most = documents_to_measure(base.device, numbers_to_load(base.source, base.config)[0])
+    windows = choose_windows(corpus, held_out.tolist(), block, longest, most)
+    check_documents(sampler, windows, crew)  # before the weights are read, which may take minutes
     identity, weights = load_base_weights(base, options.dtype, screen)
     if crew.agree(fast_dtype(base.device, weights.embedding.dtype).itemsize) > weights.embedding.dtype.itemsize:
         screen.line(f"training in fp32: this processor is slow in {options.dtype}")
@@ -67,12 +83,7 @@ def train_gathered(options: ConvertOptions, spent: float, screen: Screen, crew: 
     _check_alike(options, corpus, f"{identity.fingerprint} {begun_from}", crew)
     if start.slot_head is not None:  # an adapter that it goes on from keeps the width of its own
         config = replace(config, slot_head=start.slot_head.out.shape[1])
-    learnt, held_out = corpus.split()
-    longest = base.config.max_positions
-    anchors = anchor_counts(corpus, learnt.tolist(), config.block, longest)
-    sampler = Sampler(corpus.document, anchors, longest, config.seed)
     vocabulary = Vocabulary(corpus, weights.head, config.vocabulary)
-    windows = choose_windows(corpus, held_out.tolist(), config.block, longest)
     data = TrainingData(sampler, vocabulary, windows)
     budget = _budget(options, spent)
     work, peak = work_per_row(frozen, start, vocabulary.columns), measure_peak(base.device, frozen.dtype)
@@ -92,6 +103,8 @@ def train_gathered(options: ConvertOptions, spent: float, screen: Screen, crew: 
 
     watch = Watch(stepped, measured, screen.line, kept) if crew.leads else Watch()
     directory = options.work / "training"
+    if crew.leads and not has_checkpoint(directory):
+        screen.line(f"measuring on {len(windows.documents)} held-out documents, then training")
     origin = Origin(identity.fingerprint, begun_from)
     return train_drafter(frozen, start, data, config, budget, directory, watch, crew, origin)
 

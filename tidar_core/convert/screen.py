@@ -70,7 +70,12 @@ class TerminalScreen:
         self.console.print(text, highlight=False, markup=False, soft_wrap=True)
 
     def loading(self, done: int, total: int) -> None:
-        self._show("reading weights", done / max(1, total), f"{done / max(1, total):.0%}", quiet=True)
+        if done < total:
+            self._show("reading weights", done / total, f"{done / total:.0%}", quiet=True)
+        elif self._task is not None:  # what comes next may take minutes and shows no bar
+            self._bars.remove_task(self._task)
+            self._bars.refresh()
+            self._task = None
 
     def gathered(self, gathered: GatherProgress, goal: Goal) -> None:
         tokens = gathered.own_tokens + gathered.growing
@@ -96,9 +101,10 @@ class TerminalScreen:
         self._rate.see(used)
         self._rows.see(progress.rows)
         rows = f"{speed:,.0f} mask rows a second" if (speed := self._rows.a_second()) else "mask rows not counted yet"
-        say = f"step {progress.step:,}, loss {report.loss:.3f}, {rows}"
+        left = time_left(self._rate.seconds_for(1.0 - used))
         of_peak = "" if fraction is None else f" ({fraction:.0%} of peak)"
-        say += f"{of_peak}, {time_left(self._rate.seconds_for(1.0 - used))}"
+        # What is left stands first: a terminal of 80 columns cuts the end off.
+        say = f"{left}, step {progress.step:,}, loss {report.loss:.3f}, {rows}{of_peak}"
         self._show("training", used, say)
 
     def measured(self, result: HeldOutResult, progress: TrainProgress, best: bool) -> None:

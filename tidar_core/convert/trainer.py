@@ -25,7 +25,7 @@ from tidar_core.convert.crew import ALONE, Crew
 from tidar_core.convert.drafter import rank_of, trainable
 from tidar_core.convert.ending import end_put_off, unseen
 from tidar_core.convert.forward import Clean, FrozenBase, run_clean, run_masks, run_slot_head
-from tidar_core.convert.held_out import HeldOut, HeldOutResult, measure_held_out
+from tidar_core.convert.held_out import Abandoned, HeldOut, HeldOutResult, measure_held_out
 from tidar_core.convert.losses import LossConfig, draft_loss
 from tidar_core.convert.pace import Pace, SavePace
 from tidar_core.convert.sampler import Sampler
@@ -146,6 +146,15 @@ def check_rows(config: TrainConfig) -> None:
         raise ConfigError(f"--rows {config.rows_a_step} is less than one block of {config.block} slots")
 
 
+def check_documents(learnt: Sampler, held_out: HeldOut, crew: Crew) -> None:
+    """Raises ConfigError where the documents are too few to learn from, or to be measured on."""
+    if len(learnt) < crew.size or not held_out.documents:
+        raise ConfigError(
+            "the data are too few documents to learn from and be measured on: raise --minutes or --own-tokens, or give "
+            "more --text"
+        )
+
+
 def train_drafter(
     base: FrozenBase,
     start: AdapterWeights,
@@ -165,11 +174,7 @@ def train_drafter(
     Raises ConfigError where there is nothing to train on, where the loss is not a number (the last checkpoint stays),
     where the disk is full, where the checkpoint was made with other settings, and where a worker sees another one.
     """
-    if len(data.sampler) < crew.size or not data.held_out.documents:
-        raise ConfigError(
-            "the data are too few documents to learn from and be measured on: raise --minutes or --own-tokens, or give "
-            "more --text"
-        )
+    check_documents(data.sampler, data.held_out, crew)
     training = _Training(base, start, config, directory, watch, crew, origin)
     progress = training.progress
     judged_on = crew.agree_digest(data.held_out.digest)
@@ -188,7 +193,10 @@ def train_drafter(
                 over = budget.used(progress) >= 1.0
                 if over or pace.due(progress):
                     began = time.monotonic()
-                    training.measure(data.held_out, pace.counts(budget.used(progress)))
+                    try:
+                        training.measure(data.held_out, pace.counts(budget.used(progress)), asked)
+                    except Abandoned:
+                        break
                     seconds = crew.agree(time.monotonic() - began)
                     pace.measured(progress, seconds, typical=pace.looked)  # a GPU's first compiles what the others find
                 if over or progress.stale >= config.patience or asked():
@@ -243,11 +251,14 @@ class _Training:
             save_training(self.directory, self.settings, self.progress, self.names, self.tensors, self.optimizer)
         return self.saves.saved(began, time.monotonic())
 
-    def measure(self, held_out: HeldOut, counts: bool) -> None:
-        """Measures tokens per step on held-out documents, and hands the drafter to the caller. counts: see `Pace`."""
+    def measure(self, held_out: HeldOut, counts: bool, abandon: Callable[[], bool]) -> None:
+        """Measures tokens per step on held-out documents, and hands the drafter to the caller. counts: see `Pace`.
+        Raises Abandoned soon after `abandon` has become true: a large model takes minutes."""
         drafter = map_tensors(self.adapter, lambda tensor: tensor.detach().to(self.base.dtype))
         with enough_memory("it does not hold the held-out documents that are measured on, free some of it"):
-            result = measure_held_out(self.base, drafter, held_out, self.config.block, self.config.within_block)
+            result = measure_held_out(
+                self.base, drafter, held_out, self.config.block, self.config.within_block, abandon
+            )
         progress = self.progress
         found = self.crew.agree(result.tokens_per_step)
         best = found >= progress.best  # one as good as the best has learnt more, and a drafter is quickly written

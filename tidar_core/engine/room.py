@@ -1,12 +1,14 @@
 """How much room an engine has: positions of a request, and pages for keys and values."""
 
 import os
+from bisect import bisect_right
 from collections.abc import Callable
 
 import torch
 
 from tidar_core.config import ConfigError, EngineConfig, ModelConfig
 from tidar_core.engine.draft_policy import FULL_ROWS
+from tidar_core.engine.step_cost import StepCost
 from tidar_core.memory import GIB, free_memory
 from tidar_core.model.float8 import FLOAT8
 from tidar_core.model.rope import is_long
@@ -15,6 +17,7 @@ CPU_CACHE_SHARE = 0.2  # of the memory that a CPU's programs leave
 # As much is enough for most. More, for so many whole sequences, an engine takes by its share of the processors: others
 # may start beside it, and none knows of the others.
 CPU_CACHE_ENOUGH, CPU_CACHE_SEQUENCES = 2 * GIB, 4
+FULL_SECONDS = 20.0  # of a step on a CPU; one that takes minutes is taken for one that hangs
 GPU_CACHE_SHARE = 0.85  # of the memory that is free once the weights are loaded, at most
 GPU_CACHE_LEAST = 0.5  # of that, whatever else wants memory: without pages nothing is served, without graphs slower
 
@@ -44,12 +47,16 @@ def room_for(
     return positions, pages
 
 
-def full_rows_for(model: ModelConfig, block: int, dtype: torch.dtype, device: torch.device) -> int:
-    """Most rows per step for all fully drafting sequences together. On a GPU: what half of the memory that is free now
-    is estimated to hold, but at least one sequence's rows."""
-    if not block or device.type != "cuda":
+def full_rows_for(model: ModelConfig, block: int, dtype: torch.dtype, device: torch.device, cost: StepCost) -> int:
+    """Most rows per step for all fully drafting sequences together, but at least one sequence's: on a CPU what it
+    computes in `FULL_SECONDS`, on a GPU what half of the memory that is free now is estimated to hold."""
+    if not block:
         return FULL_ROWS
-    activations, one = row_bytes(model, dtype.itemsize), block + block * block
+    one = block + block * block
+    if device.type != "cuda":
+        counts = range(2, FULL_ROWS // one + 1)
+        return one * (1 + bisect_right(counts, FULL_SECONDS, key=lambda count: cost.full_seconds(block, count)))
+    activations = row_bytes(model, dtype.itemsize)
     # Of a sequence: its verify rows and one proposal's slots, in fp32 and with a copy.
     scores = 2 * torch.float32.itemsize * model.vocab_size * (2 * block - 1) / one
     torch.cuda.empty_cache()  # what warm-up has left is used again

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from tidar_core.engine.draft_policy import DraftPolicy, SequenceView
 from tidar_core.engine.ending import ends_of, settle
 from tidar_core.engine.pages import PagePool
-from tidar_core.engine.step_budget import StepBudget
+from tidar_core.engine.step_budget import StepBudget, rows_to_read
 from tidar_core.engine.step_cost import StepSize
 from tidar_core.engine.turns import Turns
 from tidar_core.layout import PLAIN, Shape, count_committed, drafts_left, fit_shape
@@ -120,16 +120,27 @@ class Scheduler:
         idle = self._turns.sitting_out(self.running, self._plain_seconds, time.monotonic())
         going = [sequence for sequence in self.running if sequence not in idle]
         decoding = [sequence for sequence in going if len(sequence.tokens) - sequence.computed == 1]
-        budget = StepBudget(self.limits.known_rows, decoding)
+        most = self.limits.known_rows
+        if self.waiting or len(decoding) < len(going):
+            most = rows_to_read(self.policy.cost, going, len(decoding), most)
+        budget, slow = StepBudget(most, decoding), most < self.limits.known_rows
         for sequence in sorted(self.running, key=_priority):
             self._admit(budget, before=_priority(sequence))
             if sequence not in self.running or sequence in idle:
                 continue  # preempted for one before it, or not its turn
-            count = min(len(sequence.tokens) - sequence.computed, budget.room(sequence))
+            count = min(left := len(sequence.tokens) - sequence.computed, budget.room(sequence))
+            if slow and count < left and self._reads_behind(sequence, going):
+                count -= count // 2
             if count > 0 and self._reserve(sequence, count, budget):
                 budget.put(sequence, count)
         self._admit(budget)
         return self._shaped(list(budget.counts.items()), len(idle & self.running.keys()))
+
+    def _reads_behind(self, sequence: Sequence, going: Items[Sequence]) -> bool:
+        """Whether others have prompts to be read that came later than this one's. Where reading is slow a long prompt
+        leaves them half of its rows: by itself it may take minutes."""
+        later = going[going.index(sequence) + 1 :]
+        return self._may_admit() or any(len(each.tokens) - each.computed > 1 for each in later)
 
     def _plain_seconds(self, count: int) -> float:
         """Seconds of a step in which `count` sequences have one row each."""

@@ -43,7 +43,8 @@ from tidar_core.model.configuration import load_config
 from tidar_core.model.contract import read_contract, read_own_drafter, stated_architecture
 from tidar_core.model.decoder import all_layers
 from tidar_core.model.fingerprint import Prints
-from tidar_core.model.loading import load_weights, numbers_to_load
+from tidar_core.model.footprint import weights_bytes
+from tidar_core.model.loading import load_weights
 from tidar_core.model.own_drafter import own_drafter
 from tidar_core.model.rope import is_long, stretched
 from tidar_core.model.sampling_defaults import read_sampling_defaults
@@ -55,7 +56,6 @@ from tidar_core.request import Sampling
 from tidar_core.transfer import arithmetic_dtype, choose_device, enough_memory
 
 _DECIDES_COST = frozenset(("kind", "rank", "projections", "slot_head", "block_length"))  # of a drafter's own account
-_LAYER_BYTES = {"int8": 1, "int4": 10 / 16}  # of a number in a layer's matrix (`cpu_pack.py`)
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,7 +146,7 @@ def load_engine(
         arithmetic=arithmetic,
         mask_token=runner.mask_token,
         cost=cost,
-        full_rows=full_rows_for(model, runner.block_length, arithmetic_dtype(config.dtype), device),
+        full_rows=full_rows_for(model, runner.block_length, arithmetic_dtype(config.dtype), device, cost),
     )
     stage(_ready_line(info, loaded.ops))
     limits = Limits(config.max_running, config.known_rows, positions, config.page_size, frozenset(model.eos_ids))
@@ -172,7 +172,7 @@ def _load(
     dtype = arithmetic_dtype(config.dtype)
     ops, kv_dtype = in_8_bits(config, ops_for(config, model, dtype, device, report), dtype, report)
     if device.type == "cpu":
-        _check_memory(config, source, model, dtype)
+        _check_memory(config, source, model)
     prints = Prints()
     with enough_memory(f"it does not hold the weights of {source.name}: take a smaller model, or a larger GPU"):
         weights = load_weights(
@@ -204,15 +204,12 @@ def _give_back_memory(device: torch.device) -> None:
             trim(0)
 
 
-def _check_memory(config: EngineConfig, source: ModelSource, model: ModelConfig, dtype: torch.dtype) -> None:
+def _check_memory(config: EngineConfig, source: ModelSource, model: ModelConfig) -> None:
     """Raises ConfigError where what is served plainly does not fit: the system would end this process, or another,
-    without a word after minutes of reading. Neither swap, on which nothing could be served, is counted, nor what is in
-    memory for a while, as one layer before it is packed."""
+    without a word after minutes of reading. Swap, on which nothing could be served, is not counted."""
     if psutil.MACOS:  # which lends as much of its disk as is needed
         return
-    in_layers, beside = numbers_to_load(source, model)
-    needed = in_layers * _LAYER_BYTES.get(config.dtype, dtype.itemsize) + beside * dtype.itemsize
-    free = free_memory()
+    needed, free = weights_bytes(source, model, config.dtype), free_memory()
     if needed > free:
         raise ConfigError(
             f"{source.name} takes {needed / GIB:.1f} GiB of memory in {config.dtype}, and {free / GIB:.1f} GiB are "

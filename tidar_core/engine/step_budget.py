@@ -1,8 +1,21 @@
 """The rows that a step still has to give while it is planned."""
 
 from collections.abc import Iterable
+from collections.abc import Sequence as Items
 
+from tidar_core.engine.step_cost import StepCost
 from tidar_core.request import Sequence
+
+PROMPT_SECONDS = 2.0  # of a step, that reading prompts takes
+LEAST_PROMPT_ROWS = 64  # that are read all the same: with fewer, reading the weights costs as much as the rows do
+
+
+def rows_to_read(cost: StepCost, going: Items[Sequence], decoding: int, most: int) -> int:
+    """Rows of known tokens for a step: `most`, or fewer where it would take long with so many, as with a large model on
+    a CPU. Meanwhile nobody hears anything, and nobody who leaves is heard. decoding: how many of those `going` have
+    only one token to be computed."""
+    context = max((each.computed for each in going if len(each.tokens) - each.computed > 1), default=0)
+    return min(most, decoding + max(LEAST_PROMPT_ROWS, cost.rows_within(PROMPT_SECONDS, context, most)))
 
 
 class StepBudget:

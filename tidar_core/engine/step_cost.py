@@ -1,6 +1,6 @@
 """What a step costs here: curves measured at warm-up, and how to read them."""
 
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
@@ -87,6 +87,25 @@ class StepCost:
         tokens per second that any number gives. More of them hardly raise what it yields, and each waits longer."""
         rates = [n / self.seconds(StepSize(unscored=0, verify=n, sequences=n)) for n in range(1, most + 1)]
         return next(n for n, rate in enumerate(rates, 1) if rate >= BUSY_SHARE * max(rates))
+
+    def full_seconds(self, block: int, sequences: int) -> float:
+        """Seconds of a step in which so many sequences draft fully, with blocks of `block` slots."""
+        size = StepSize(0, sequences * block, mask=sequences * block * block, sequences=sequences)
+        return self._seconds_at_least(size)
+
+    def rows_within(self, seconds: float, context: int, most: int) -> int:
+        """How many rows of one prompt, behind `context` tokens, a step computes in so many seconds; `most` at most."""
+        return bisect_right(
+            range(1, most + 1),
+            seconds,
+            key=lambda rows: self._seconds_at_least(StepSize(rows, 0, sequences=1, context=context)),
+        )
+
+    def _seconds_at_least(self, size: StepSize) -> float:
+        """As `seconds`, but more rows than were measured take as much longer as there are more of them: where another
+        program disturbed the last points, the curve is flat there and would have them cost nothing."""
+        rows = size.unscored + size.verify + size.mask
+        return max(self.seconds(size), self.plain * self.trunk[-1] * rows / self.rows[-1])
 
     def at_pace(self, pace: float) -> "StepCost":
         """The costs of an engine that takes `pace` times as long for everything."""

@@ -183,7 +183,7 @@ class _SafetensorsCheckpoint:
             except SafetensorError as error:
                 why = one_line(error)
                 raise ConfigError(f"{path} is not a readable safetensors file ({why}): download it again") from None
-            except OSError as error:
+            except (OSError, RuntimeError) as error:  # the latter where there is no room to map it
                 raise ConfigError(f"{path} cannot be read ({one_line(error)})") from None
             self.files.update(dict.fromkeys(file.keys(), file))
         self.wholes = _stems(self.files, _HEAD)

@@ -134,9 +134,11 @@ def test_what_serve_says_of_a_start_that_waits_is_told(monkeypatch: pytest.Monke
         ]
         return {"api": StatusOverview(ApplicationStatusInfo(status), "api", deployments)}
 
+    long = "Deployment 'Engine' in application 'api' has 1 replicas that have taken more than 30s to initialize."
     states = [
         {},
         state(ApplicationStatus.DEPLOYING),
+        state(ApplicationStatus.DEPLOYING, f"{long} This may be caused by a slow __init__ or reconfigure method."),
         *[state(ApplicationStatus.DEPLOYING, 'A replica waits\n for {"GPU": 1}.\n')] * 2,
         state(ApplicationStatus.RUNNING),
     ]

@@ -158,6 +158,22 @@ def stop(ended: Callable[[], list[str]], take_down: Callable[..., None], monkeyp
     return said
 
 
+def test_a_process_that_the_system_ended_is_told_in_few_words() -> None:
+    """As an engine for which there was not memory enough."""
+    said = (
+        "A worker died or was killed while executing a task by an unexpected system error. To troubleshoot the "
+        "problem, check the logs for the dead worker. Lease ID: 03 Worker ID: e679 Worker IP address: 192.0.2.2 "
+        "Worker port: 41493 Worker PID: 3238 Worker exit type: SYSTEM_ERROR Worker exit detail: Worker unexpectedly "
+        "exits with a connection error code 2. Some common causes include: (1) the process was killed by the OOM killer"
+    )
+    told: list[str] = []
+    with ray_cluster.short_words(told.append):
+        worker.print_to_stdstream({"lines": [said], "pid": "raylet", "is_err": True}, ignore_prefix=False)
+    (line,) = told
+    assert line.startswith("Ray: process 3238 was ended; where no memory is left the system does that")
+    assert len(line) < 120
+
+
 @pytest.mark.parametrize(("ended", "asked"), [(["raylet"], False), ([], True)])
 def test_a_ray_that_is_gone_is_asked_for_nothing_more(
     ended: list[str], asked: bool, monkeypatch: pytest.MonkeyPatch

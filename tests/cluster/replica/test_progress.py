@@ -6,6 +6,10 @@ import subprocess
 import sys
 import uuid
 
+import pytest
+
+from cluster.replica import progress
+from cluster.replica.progress import ProgressLine
 from tests.servers import MARK, REPOSITORY, end_all
 
 # Three workers speak: one while there is a board, one after it was taken down, one that another driver's board hears.
@@ -52,3 +56,19 @@ def test_lines_are_told_once_and_kept_no_longer_than_somebody_reads_them() -> No
     assert again == []
     assert left == 0
     assert third == [["third", "reads", False], ["third", "broke", True]]
+
+
+def test_a_stage_that_lasts_says_how_far_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the reading of many gigabytes."""
+    now, said = [100.0], list[str]()
+    monkeypatch.setattr(progress.internal_kv, "_internal_kv_exists", lambda *_, **__: False)
+    monkeypatch.setattr(progress.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(progress.log, "info", said.append)
+    line = ProgressLine("engine")
+    said.clear()
+    line.begin("reading model")
+    for done in range(1, 11):
+        now[0] += 4
+        line.advance(done, 10)
+    line.begin("checking")
+    assert said == ["reading model", "reading model: 30%", "reading model: 60%", "reading model: 90%", "checking"]

@@ -40,7 +40,8 @@ def started(model: Path, monkeypatch: pytest.MonkeyPatch) -> Start:
     monkeypatch.setenv("OMP_NUM_THREADS", "1")  # the replica sets both: put back behind the test
     monkeypatch.setenv(SPINS, os.environ[SPINS])
     monkeypatch.setattr(serve, "get_replica_context", lambda: context)
-    monkeypatch.setattr(room, "ProgressLine", lambda _: SimpleNamespace(report=print, fail=print))  # no Ray to tell it
+    line = SimpleNamespace(report=print, begin=print, advance=lambda *_: None, fail=print)  # there is no Ray to tell it
+    monkeypatch.setattr(room, "ProgressLine", lambda _: line)
     config = EngineConfig(model=str(model), adapter="none", dtype="float32", device="cpu", threads=1)
 
     @asynccontextmanager

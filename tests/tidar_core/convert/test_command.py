@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -192,11 +193,16 @@ def test_a_drafter_may_adapt_some_layers_alone(tmp_path):
     assert (status, "drafter adapts nothing of what --projections and --layers name" in output) == (1, True)
 
 
-def test_weights_that_memory_does_not_hold_in_fp32_are_told(tmp_path, gathered, monkeypatch):
+def test_weights_that_memory_does_not_hold_are_told(tmp_path, gathered, monkeypatch):
     monkeypatch.setattr(speed, "measure_peak", lambda device, dtype: 1e10 if dtype is torch.float32 else 1e9)
-    monkeypatch.setattr(base, "free_memory_and_swap", lambda: 1000)
     model, data = gathered
-    status, output = run_command(model, "--out", tmp_path / "drafter", "--data", data, "--steps", 2, *SMALL[:2])
+    asked = (model, "--out", tmp_path / "drafter", "--data", data, "--steps", 2, *SMALL[:2])
+    monkeypatch.setattr(base, "free_memory_and_swap", lambda: 1000)
+    status, output = run_command(*asked)
+    assert status == 1
+    assert "takes 0.0 GiB of memory in bfloat16, and 0.0 GiB are free: free some, or" in output.splitlines()[-1]
+    monkeypatch.setattr(base, "free_memory_and_swap", partial(next, iter([1 << 40, 1000])))
+    status, output = run_command(*asked)
     assert status == 1
     assert "in fp32 takes 0.0 GiB of memory more, and 0.0 GiB are free: free some, take a" in output.splitlines()[-1]
 

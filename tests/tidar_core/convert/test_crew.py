@@ -205,6 +205,18 @@ def test_a_worker_that_reads_other_things_than_the_first_is_refused(tiny, tmp_pa
             begin(theirs, 1, agreed_by_others(agreed))
 
 
+def test_too_few_documents_are_told_before_the_weights_are_read(tiny, tmp_path, monkeypatch):
+    tokenizer = tokenizer_fingerprint(load_tokenizer(find_model(str(tiny.directory))))
+    store = open_store(tmp_path / "data", HEADER.model_copy(update={"tokenizer": tokenizer}))
+    store.append([], [1, 2], 5.0)
+    monkeypatch.setattr(run_module, "load_base_weights", lambda *given: pytest.fail("the weights were read"))
+    options = ConvertOptions(
+        str(tiny.directory), tmp_path / "out", tmp_path / "data", rank=2, device="cpu", dtype="float32", train=CONFIG
+    )
+    with pytest.raises(ConfigError, match="too few documents"):
+        run_module.train_gathered(options, 0.0, Mock())
+
+
 def test_too_few_documents_for_a_crew(tiny, tmp_path):
     few = corpus_of(random_documents(4))
     with pytest.raises(ConfigError, match="too few documents"):

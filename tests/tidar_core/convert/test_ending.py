@@ -15,11 +15,12 @@ from tests.tidar_core.convert.test_gathering import SHORT, documents, engine_sou
 from tests.tidar_core.convert.trained import Killed, train
 from tests.tiny import tiny_checkpoint
 from tidar_core.config import EngineConfig
-from tidar_core.convert import ending, full_run
+from tidar_core.convert import ending, full_run, trainer
 from tidar_core.convert.checkpoint import load_checkpoint
 from tidar_core.convert.ending import ONE_END, end_put_off
 from tidar_core.convert.full import measure_full
 from tidar_core.convert.growing import read_growing
+from tidar_core.convert.held_out import measure_held_out
 from tidar_core.convert.own_words import Goal, gather_own_words
 from tidar_core.convert.shards import open_store
 from tidar_core.engine import load_engine
@@ -174,6 +175,24 @@ def test_between_measuring_and_a_step_a_training_ends_too(tiny, corpus, tmp_path
         train(tiny, corpus, tmp_path, 20, step=lambda report: seen.append(report.progress.step), measured=measured)
     assert seen == list(range(1, 11))
     assert load_checkpoint(tmp_path, {})[0].step == 10
+
+
+def test_a_measurement_is_not_waited_for(tiny, corpus, tmp_path, monkeypatch):
+    """That of a large model takes minutes on a CPU."""
+    whole, _ = train(tiny, corpus, tmp_path / "whole", 12)
+    measured: list[object] = []
+
+    def ended_while_measuring(*given):
+        os.kill(os.getpid(), signal.SIGINT)
+        return measure_held_out(*given)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(trainer, "measure_held_out", ended_while_measuring)
+        with pytest.raises(KeyboardInterrupt):
+            train(tiny, corpus, tmp_path / "parts", 12, measured=lambda *found: measured.append(found))
+    assert measured == []
+    rest, _ = train(tiny, corpus, tmp_path / "parts", 12)
+    assert [report.loss for report in rest] == [report.loss for report in whole]
 
 
 def tiny_full(tmp_path, **told) -> Tiny:

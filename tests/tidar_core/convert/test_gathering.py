@@ -13,7 +13,7 @@ from tests.tiny import tiny_checkpoint, tiny_tokenizer
 from tidar_core.config import ConfigError, EngineConfig
 from tidar_core.convert import own_words, sources
 from tidar_core.convert.conversations import LEAST_OWN_TOKENS, DocumentPlan
-from tidar_core.convert.growing import GROWING_FILE, Growing, read_growing, waits_to_be_cut, write_growing
+from tidar_core.convert.growing import GROWING_FILE, Growing, read_growing, write_growing
 from tidar_core.convert.own_words import Goal, SortedPrompts, add_text, gather_own_words, sort_prompts, unanswered
 from tidar_core.convert.shards import KINDS, open_store
 from tidar_core.convert.sources import Completion, EngineSource, TransformersSource
@@ -99,7 +99,8 @@ def test_what_was_on_its_way_goes_on_after_a_kill(engine, tmp_path, monkeypatch)
     assert all(found[job] == expected[job] for job in expected.keys() & found.keys())
 
 
-def test_what_a_kill_near_the_end_left_is_learnt_from(engine, tmp_path, monkeypatch):
+@pytest.mark.parametrize("generates", [True, False])
+def test_what_a_kill_near_the_end_left_is_learnt_from(engine, tmp_path, monkeypatch, generates):
     """The time of the goal is used up: the next run has none to go on in. A slow machine may not have one whole."""
     monkeypatch.setattr(own_words, "FLUSH_SECONDS", 0.0)
     long, killed = replace(SHORT, answer_tokens=400), open_store(tmp_path, HEADER)
@@ -109,11 +110,14 @@ def test_what_a_kill_near_the_end_left_is_learnt_from(engine, tmp_path, monkeypa
         )
     forget_all(engine)
     left, before = read_growing(killed.directory), documents(killed)
-    assert waits_to_be_cut(killed.directory, killed.read().done)
+    assert {kept.number for kept in left} - killed.read().done
     source = Noting(engine, 8)
-    gather_own_words(source, engine.tokenizer, long, killed, Goal(seconds=1e-3))
+    if generates:
+        gather_own_words(source, engine.tokenizer, long, killed, Goal(seconds=1e-3))
+    else:
+        own_words.cut_growing(engine.tokenizer, long, killed)
     assert source.beginnings == [], "nothing more is generated"
-    assert not waits_to_be_cut(killed.directory, killed.read().done)
+    assert {kept.number for kept in left} <= killed.read().done
     assert read_growing(killed.directory) == []
     new = documents(killed).keys() - before.keys()
     assert new

@@ -20,7 +20,14 @@ from tidar_core.convert.blocks import Blocks, anchor_places, draw_blocks, lay_bl
 from tidar_core.convert.drafter import trainable
 from tidar_core.convert.flex import TILE, flex_clean_attention, flex_mask_attention, mask_rows_see, tiles
 from tidar_core.convert.forward import PLAIN, Attends, Clean, FrozenBase, gpu_attends, run_clean, run_masks
-from tidar_core.convert.held_out import HeldOut, choose_windows, judge_windows, measure_held_out
+from tidar_core.convert.held_out import (
+    DOCUMENTS,
+    HeldOut,
+    choose_windows,
+    documents_to_measure,
+    judge_windows,
+    measure_held_out,
+)
 from tidar_core.convert.ops import PLAIN_ROWS, compiled, training_ops
 from tidar_core.engine.batch import build_batch
 from tidar_core.engine.runner import Runner
@@ -325,6 +332,15 @@ def test_a_window_lies_in_one_stretch_of_own_words_and_its_document_holds_its_bl
     found = choose_windows(corpus_of([(np.arange(3, 203, dtype=np.int32), own)]), [0], 4, 1024)
     assert found.windows[0].tolist() == list(range(1, 59))
     assert len(found.documents[0][0]) == len(found.documents[0][1]) == 58 + 4
+
+
+def test_a_large_model_is_measured_on_fewer_documents_where_there_is_no_gpu():
+    cpu = torch.device("cpu")
+    assert documents_to_measure(cpu, 106_000_000) == documents_to_measure(torch.device("cuda"), 10**11) == DOCUMENTS
+    assert DOCUMENTS > documents_to_measure(cpu, 400_000_000) > documents_to_measure(cpu, 7_000_000_000) > 1
+    corpus = corpus_of(random_documents(20))
+    found = choose_windows(corpus, range(20), 4, 1024, 5)
+    assert len(found.documents) == len(found.windows) == len(found.kinds) == 5
 
 
 def test_tokens_per_step_are_those_of_a_walk(monkeypatch):

@@ -100,6 +100,30 @@ def test_all_stages_are_shown(terminal):
         assert "12 documents, 3,500 tokens" in text
 
 
+def test_how_long_a_training_takes_is_not_cut_off_in_80_columns(monkeypatch):
+    clock = itertools.count(step=60)
+    monkeypatch.setattr(screen.time, "monotonic", lambda: float(next(clock)))
+    out = io.StringIO()
+    with TerminalScreen(Console(file=out, force_terminal=True, width=80)) as shown:
+        for step in (1001, 1002):
+            progress = Progress(step=step, rows=step * 1536)
+            shown.trained(StepReport(progress, 0.394, 0.1, 1536, 1500, 60.0), step / 2000, 0.41)
+    assert "min left" in out.getvalue() or "h left" in out.getvalue()
+
+
+def test_a_bar_goes_once_its_stage_is_over():
+    """Behind it comes what takes minutes with a large model, and would seem to be that stage."""
+    out = io.StringIO()
+    with TerminalScreen(Console(file=out, force_terminal=True, width=200)) as shown:
+        shown.loading(1, 2)
+        shown.loading(2, 2)
+        before = len(out.getvalue())
+        shown.line("measuring")
+        assert "reading weights" not in out.getvalue()[before:]
+        shown.loading(1, 4)
+    assert "25%" in out.getvalue()
+
+
 def test_work_is_counted_from_the_shapes(tmp_path):
     tiny = tiny_base(tmp_path)
     drafter = new_drafter(tiny.identity, tiny.base.weights.embedding, 4, tiny.identity.projections, 4, 0)

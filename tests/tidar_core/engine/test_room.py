@@ -14,6 +14,7 @@ from tidar_core.bench.exact import sampled_params
 from tidar_core.config import ConfigError, EngineConfig
 from tidar_core.engine import room, start
 from tidar_core.engine.draft_policy import FULL_ROWS
+from tidar_core.engine.step_cost import StepCost
 from tidar_core.request import FinishReason, Request, SamplingParams
 
 GREEDY = SamplingParams(max_tokens=24, temperature=0.0, ignore_eos=True)
@@ -132,8 +133,19 @@ def test_full_drafting_takes_no_more_memory_than_is_left(
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (int(free * 2**30), 0))
     shape = {"hidden_size": hidden, "intermediate_size": inner, "layers": layers, "heads": heads}
     model = replace(model_config(), **shape, kv_heads=kv_heads, head_dim=128, vocab_size=151_936)
-    assert room.full_rows_for(model, block, torch.bfloat16, torch.device("cuda")) == rows
-    assert room.full_rows_for(model, block, torch.bfloat16, torch.device("cpu")) == FULL_ROWS
+    cost = StepCost((1, 64), (1e-6, 64e-6), (0.0, 0.0), (0.0, 0.0))
+    assert room.full_rows_for(model, block, torch.bfloat16, torch.device("cuda"), cost) == rows
+
+
+@pytest.mark.parametrize(
+    ("a_row", "sequences"),
+    [(1e-6, FULL_ROWS // 72), (0.01, 27), (0.1, 2), (10.0, 1)],
+    ids=["a fast CPU", "1.5 billion weights on two cores", "8 billion weights", "one sequence is let in anyway"],
+)
+def test_a_step_of_full_drafts_is_soon_over_on_a_cpu(a_row: float, sequences: int) -> None:
+    cost = StepCost((1, 64), (a_row, 64 * a_row), (0.0, 0.0), (0.0, 0.0))
+    found = room.full_rows_for(model_config(), 8, torch.bfloat16, torch.device("cpu"), cost)
+    assert found == 72 * sequences
 
 
 @pytest.mark.parametrize(

@@ -115,6 +115,71 @@ def scheduler_of(pages, **limits):
     return Scheduler(PagePool(pages), policy, Limits(eos_ids=frozenset({2}), **room))
 
 
+def prompt_rows(scheduler) -> list[int]:
+    """Known tokens of the one long prompt, step by step, until all are read."""
+    rows = []
+    while True:
+        plans = scheduler.plan()
+        (long,) = [plan for plan in plans if plan.sequence.request.request_id == "long"]
+        rows.append(len(long.known))
+        commit(scheduler, plans)
+        if long.emits:
+            return rows
+
+
+def slow_rows(seconds: float, attending: float = 0.0) -> StepCost:
+    """Of a model whose every row takes so long, and so much for each token before it."""
+    return StepCost((1, 64), (seconds, 64 * seconds), (0.0, 0.0), (0.0, 0.0), attending=attending)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "rows"), [(0.001, 512), (0.01, 200), (1.0, 64)], ids=["fast", "slow", "slower than prompts may be read"]
+)
+def test_a_long_prompt_is_read_in_steps_that_are_soon_over(seconds, rows):
+    scheduler = scheduler_of(400, max_positions=1600, known_rows=512)
+    scheduler.policy.cost = slow_rows(seconds)
+    ask(scheduler, "runs", 4)
+    commit(scheduler, scheduler.plan())
+    ask(scheduler, "long", 1200)
+    found = prompt_rows(scheduler)
+    assert sum(found) == 1200
+    assert found[1:-1] == [rows - (seconds == 0.001)] * len(found[1:-1]), "beside the row of who decodes"
+
+
+def test_who_comes_behind_a_long_prompt_does_not_wait_for_all_of_it():
+    """Where reading is slow: it would be minutes. Else one prompt is read behind the other."""
+    for seconds, waits in ((0.01, 2), (0.001, 8)):
+        scheduler = scheduler_of(2000, max_positions=5000, known_rows=512)
+        scheduler.policy.cost = slow_rows(seconds)
+        ask(scheduler, "long", 4000)
+        commit(scheduler, scheduler.plan())
+        short = ask(scheduler, "short", 190)
+        steps = 0
+        while len(short.tokens) == 190:
+            commit(scheduler, scheduler.plan())
+            steps += 1
+        assert steps == waits, seconds
+
+
+def test_rows_beyond_those_measured_are_never_free():
+    """Where another program ran while the last points were measured, the curve between them is flat."""
+    scheduler = scheduler_of(400, max_positions=1600, known_rows=512)
+    scheduler.policy.cost = StepCost((1, 96, 128), (0.1, 1.28, 1.28), (0.0,) * 3, (0.0,) * 3)
+    ask(scheduler, "long", 1200)
+    assert prompt_rows(scheduler)[:-1] == [200] * 5
+
+
+def test_fewer_rows_are_read_at_once_far_into_a_prompt():
+    scheduler = scheduler_of(800, max_positions=3000, known_rows=512)
+    scheduler.policy.cost = slow_rows(0.005, attending=5e-6)
+    ask(scheduler, "long", 2400)
+    found = prompt_rows(scheduler)
+    assert sum(found) == 2400
+    assert found[0] == 400
+    assert found[:-1] == sorted(found[:-1], reverse=True)
+    assert found[-2] < 200
+
+
 def ask(scheduler, name, tokens, priority=0, salt=None, **params):
     prompt = tuple(range(100, 100 + tokens))
     chosen = replace(GREEDY, **{"drafts": "off", **params})

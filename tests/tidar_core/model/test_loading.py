@@ -18,7 +18,7 @@ from tests.tidar_core.model.loaded import VARIANTS, assert_same_weights, load, r
 from tests.tiny import CHAT_TEMPLATE, SENTENCES, edit_json, tiny_adapter, tiny_checkpoint, tiny_gguf
 from tidar_core.config import DEFAULT_MODEL, ConfigError, EngineConfig, ModelConfig
 from tidar_core.engine import load_engine
-from tidar_core.model import sources
+from tidar_core.model import loading, sources
 from tidar_core.model.adapter_config import read_adapter_config
 from tidar_core.model.configuration import load_config
 from tidar_core.model.fingerprint import fingerprint
@@ -420,3 +420,16 @@ def test_options_that_change_nothing_are_told(tmp_path: Path) -> None:
     positions = load_engine(config, told.append).info.max_model_len
     assert "there is no drafter: drafts 'full' changes nothing" in told
     assert f"the model has {positions} positions: max_model_len 1000000 gives it no more" in told
+
+
+def test_a_file_that_there_is_no_room_to_map_is_a_line(tmp_path, monkeypatch):
+    path = tiny_checkpoint(tmp_path / "model")
+    source = find_model(str(path))
+    config = load_config(source)
+
+    def refused(*given, **how):
+        raise RuntimeError("unable to mmap 3087467144 bytes: Cannot allocate memory (12)")
+
+    monkeypatch.setattr(loading, "safe_open", refused)
+    with pytest.raises(ConfigError, match=r"model.safetensors cannot be read \(unable to mmap .* allocate memory"):
+        load_weights(source, config, torch.float32, "cpu")

@@ -140,22 +140,26 @@ def test_layers_that_are_packed_one_by_one_are_those_of_the_whole(
 
 
 @pytest.mark.skipif(start.psutil.MACOS, reason="macOS lends memory without end")
+@pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8", "int4"])
 def test_a_model_that_memory_does_not_hold_is_refused_in_a_line_before_it_is_read(
-    dtype: ServedDType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    dtype: ServedDType, tied: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path = tiny_checkpoint(tmp_path / "model", "qwen3", tied=False)
+    path = tiny_checkpoint(tmp_path / "model", "qwen3", tied=tied)
     source = find_model(str(path))
-    in_layers, beside = numbers_to_load(source, load_config(source))
+    config = load_config(source)
+    in_layers, beside = numbers_to_load(source, config)
     number = 4 if dtype == "float32" else 2
     needed = int(in_layers * {"int8": 1, "int4": 10 / 16}.get(dtype, number)) + beside * number
-    config = EngineConfig(str(path), "none", dtype, "cpu", threads=1, cache_tokens=64)
+    if tied:  # it is packed, and the embedding stays
+        needed += config.vocab_size * config.hidden_size * (1 if dtype in ("int8", "int4") else number)
+    chosen = EngineConfig(str(path), "none", dtype, "cpu", threads=1, cache_tokens=64)
     monkeypatch.setattr(start, "free_memory", lambda: needed + 1)
-    load_engine(config)
+    load_engine(chosen)
     monkeypatch.setattr(start, "free_memory", lambda: needed - 1)
     monkeypatch.setattr(start, "load_weights", None)
     with pytest.raises(ConfigError, match=r"takes .* GiB of memory in .*, and .* GiB are free: free some") as error:
-        load_engine(config)
+        load_engine(chosen)
     assert "\n" not in str(error.value)
 
 
