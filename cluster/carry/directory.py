@@ -191,24 +191,27 @@ class Directory:
             log.debug("no replica answers: %s", self._looking.exception())
 
     async def _call_for_one(self) -> None:
-        """A call that waits for a replica is what Serve starts one for, though nobody waits any more."""
+        try:
+            if await self._one_comes():
+                await self._look()
+                if self._model is None:
+                    await asyncio.sleep(POLL_SECONDS)
+        except Exception as error:
+            log.warning("the model could not be woken yet: %s", error)
+            await asyncio.sleep(POLL_SECONDS)
+
+    async def _one_comes(self) -> bool:
+        """Whether a replica answers a call, which Serve starts one for, and comes to that though nobody waits any
+        more. Raises what else the call fails of."""
         try:
             await self._answer(ANYWHERE, CALL_AGAIN_SECONDS, "alive", self._name, self._count())
         except TimeoutError:
             self._failed = False
-            return
         except DeploymentUnavailableError:
             self._failed = True
-            return
-        except Exception as error:
-            log.debug("the call that wakes the model failed: %s", error)
-        try:
-            await self._look()
-            if self._model is None:
-                await asyncio.sleep(POLL_SECONDS)
-        except Exception as error:
-            log.warning("the model could not be woken yet: %s", error)
-            await asyncio.sleep(POLL_SECONDS)
+        else:
+            return True
+        return False
 
     def silence(self, name: str) -> None:
         """Take a replica for silent until it answers again."""
