@@ -82,6 +82,21 @@ def not_ready() -> ApiError:
     return ApiError(503, "The model is not ready: no engine replica answers yet.", code="not_ready")
 
 
+def not_woken(seconds: float) -> ApiError:
+    """For a request that waited so long for a model that slept."""
+    message = f"The model slept, and no engine of it was up within {seconds:g} s. Try again; if that does not help, "
+    message += "`serve status` says what its engine waits for, as a free node or GPU."
+    return ApiError(503, message, code="not_ready")
+
+
+def unavailable() -> ApiError:
+    """Not even later: Serve starts no engine any more."""
+    message = (
+        "The model is not available: it failed to start, or is stopped. `serve status` or the server's log says why."
+    )
+    return ApiError(503, message, code="not_ready")
+
+
 def model_changed() -> ApiError:
     """For a request that was read for a model whose engines are gone: to be read anew where no token was passed on."""
     return ApiError(503, "The model was replaced while this request waited. Try again.", code=MODEL_CHANGED)

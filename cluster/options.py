@@ -88,7 +88,8 @@ class ServeOptions(BaseModel):
     together: where there were more, steps of a stream share one, though none is held back for more than 0.25 s; 0 for a
     rate that suits the engines' device. A stream whose steps are traced gets them one by one.
     start_retries: a deployment is given up once so many starts of its engines have failed, or three times as many as it
-    shall have. A fleet wants more than the 2 that tell a wrong model soon.
+    shall have (Serve's `RAY_SERVE_MAX_PER_REPLICA_RETRY_COUNT`). A fleet wants more than the 2 that tell a wrong model
+    soon: a node that is lost while an engine starts there takes two of them.
     stall_seconds: a replica that gives no sign of life for so long under a stream loses it to another, if one is there.
     carry_seconds: how long a stream may be without any replica, or at one that is the only one and gives no sign of
     life, before it is given up.

@@ -16,7 +16,7 @@ from ray.exceptions import RayActorError, RayError, RayTaskError
 from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError, RequestCancelledError
 
 from cluster.carry.channels import Call, Channels, Ended, LookAgain, Lost, hang_up, hear, next_arrival
-from cluster.errors import ApiError, full, server_error
+from cluster.errors import full, server_error, unavailable
 from cluster.line import Accepted, EngineKind, Event, Refusal
 from cluster.observe.tracing import AttemptSpan
 from tidar_core.request import FinishReason, Request, StepOutput
@@ -196,9 +196,8 @@ class Attempt:
         first = self.start.number == 0 and self.replica is None
         if isinstance(heard, BackPressureError) and first:
             raise full() from heard
-        if isinstance(heard, DeploymentUnavailableError):  # not even later: it never started, or is being deleted
-            message = "The model is not available: it failed to start, or is stopped."
-            raise ApiError(503, message, code="not_ready") from heard
+        if isinstance(heard, DeploymentUnavailableError):
+            raise unavailable() from heard
         # A LookupError of its own: the replica is not the one that was meant.
         if isinstance(heard, RayTaskError) and not (
             isinstance(heard.cause, RayActorError) or type(heard.cause) is LookupError

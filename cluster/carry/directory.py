@@ -9,13 +9,15 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
+from ray.serve.exceptions import DeploymentUnavailableError
 from ray.serve.handle import DeploymentHandle, DeploymentResponseGenerator
 from tokenizers import Tokenizer
 
 from cluster.card import ModelCard, tokenizer_backend, unpacked_tokenizer
 from cluster.carry.routing import ask, cancelled_there, listen
-from cluster.errors import full, not_ready
+from cluster.errors import full, not_ready, not_woken, unavailable
 from cluster.line import (
+    ANYWHERE,
     PROMPT_MARKS,
     Accepted,
     Address,
@@ -36,6 +38,7 @@ REPLY_SECONDS = 1.5
 FORGET_SECONDS = 10.0  # busy is not dead: a replica counts as there until it has said nothing for so long
 TICK_SECONDS = 0.25
 METRICS_SECONDS = 5.0
+CALL_AGAIN_SECONDS = 5.0  # a call that waits for a replica is never told that none will come; the next one is
 LONGEST_REASON = 300  # characters of what an error says
 
 log = logging.getLogger("ray.serve")
@@ -64,6 +67,7 @@ class Directory:
         self._looking: asyncio.Task[None] | None = None
         self._held = 0
         self._woken_at: float | None = None  # on the monotonic clock, where nobody has come since
+        self._failed = False  # the last call that should wake the model was told that none will come
         self.silent: frozenset[str] = frozenset()
         self._ticks = 0  # not time: while this event loop is held up nobody can be heard
         self._ticking: asyncio.Task[None] | None = None
@@ -133,7 +137,7 @@ class Directory:
     @property
     def serves(self) -> bool:
         """Whether a request has somebody to answer it, even if it must wake the model first."""
-        return self._known_and_there or self._wake is not None
+        return self._known_and_there or (self._wake is not None and not self._failed)
 
     @property
     def _known_and_there(self) -> bool:
@@ -146,14 +150,15 @@ class Directory:
 
     @property
     def sleeps(self) -> bool:
-        """Whether nobody is there because nobody asks; not where it does not wake in the time that requests have."""
-        if self._wake is None or not self.may_wake:
+        """Whether nobody is there because nobody asks; not where it does not wake in the time that requests have, or
+        failed to start."""
+        if self._wake is None or not self.may_wake or self._failed:
             return False
         return self._woken_at is None or time.monotonic() - self._woken_at < self._wake.seconds
 
     async def awake(self) -> tuple[ModelCard, Tokenizer]:
         """As `model`, once there is a replica: a model that sleeps is woken; else one may have come just now.
-        Raises ApiError: 503 where none comes in time, 429 where as many requests as may wait for it already."""
+        Raises ApiError: 503 where none comes in time, or will come; 429 where as many requests as may wait already."""
         if not self._known_and_there and self._wake is None:
             await self.look()
         if self._wake is None or self._known_and_there:
@@ -162,13 +167,16 @@ class Directory:
             raise full()
         self._held += 1
         try:
+            self.wake()  # before the time runs: where it is over, the model is known not to have woken
             async with asyncio.timeout(self._wake.seconds):
                 while not self._known_and_there:
                     self.wake()
                     assert self._waking is not None
                     await asyncio.wait({self._waking})
+                    if self._failed:
+                        raise unavailable()
         except TimeoutError:
-            raise not_ready() from None
+            raise not_woken(self._wake.seconds) from None
         finally:
             self._held -= 1
         return self.model
@@ -183,16 +191,27 @@ class Directory:
             log.debug("no replica answers: %s", self._looking.exception())
 
     async def _call_for_one(self) -> None:
-        """A call that waits for a replica is what Serve starts one for."""
         try:
-            with cancelled_there():
-                await ask(self.engine, "alive", self._name, self._count())
-            await self._look()
-            if self._model is None:
-                await asyncio.sleep(POLL_SECONDS)
+            if await self._one_comes():
+                await self._look()
+                if self._model is None:
+                    await asyncio.sleep(POLL_SECONDS)
         except Exception as error:
             log.warning("the model could not be woken yet: %s", error)
             await asyncio.sleep(POLL_SECONDS)
+
+    async def _one_comes(self) -> bool:
+        """Whether a replica answers a call, which Serve starts one for, and comes to that though nobody waits any
+        more. Raises what else the call fails of."""
+        try:
+            await self._answer(ANYWHERE, CALL_AGAIN_SECONDS, "alive", self._name, self._count())
+        except TimeoutError:
+            self._failed = False
+        except DeploymentUnavailableError:
+            self._failed = True
+        else:
+            return True
+        return False
 
     def silence(self, name: str) -> None:
         """Take a replica for silent until it answers again."""
@@ -291,7 +310,7 @@ class Directory:
         lengths = self._max_model_lens | {sign.replica: sign.max_model_len for sign in signs}
         self._max_model_lens = {name: length for name, length in lengths.items() if name in self._heard}
         if alive:
-            self._woken_at = None
+            self._woken_at, self._failed = None, False
             self._found.set()
         if alive - self._described or (alive and self._describer not in alive):
             await self._read_card(alive)

@@ -25,14 +25,28 @@ Series = Mapping[str, Mapping[str, float]]
 
 
 @dataclass(frozen=True, slots=True)
+class Missing:
+    """A name for which no replica answers: whether it only sleeps, and how many requests wait for it."""
+
+    sleeps: bool = True
+    waiting: float = 0.0
+
+    def words(self) -> str:
+        wait = f"{self.waiting:g} {'request waits' if self.waiting == 1 else 'requests wait'} for it"
+        if self.sleeps:
+            return f"is woken: {wait}" if self.waiting else "sleeps: the next request wakes it"
+        return "has no replica that answers" + (f": {wait}" if self.waiting else "")
+
+
+@dataclass(frozen=True, slots=True)
 class Snapshot:
     """What all replicas counted at a moment (seconds of one clock), and what each serves. missing: the names for
-    which none answers, and whether each may sleep."""
+    which none answers."""
 
     moment: float
     replicas: Series
     models: Mapping[str, str] = field(default_factory=dict)
-    missing: Mapping[str, bool] = field(default_factory=dict)
+    missing: Mapping[str, Missing] = field(default_factory=dict)
 
 
 def show_status(
@@ -138,15 +152,19 @@ def read_page(page: str, moment: float) -> Snapshot:
     found: dict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))
     models: dict[str, str] = {}
     sleeps: dict[str, bool] = {}
+    waiting: dict[str, float] = defaultdict(float)
     for family in text_string_to_metric_families(page):
         for sample in family.samples:
             if "engine" in sample.labels:
                 found[sample.labels["engine"]][sample.name] += sample.value
                 models[sample.labels["engine"]] = sample.labels["model_name"]
             elif sample.name == "tidar:model_sleeps":
-                sleeps[sample.labels["model_name"]] = bool(sample.value)
-    there = set(models.values())
-    return Snapshot(moment, found, models, {name: may for name, may in sleeps.items() if name not in there})
+                name = sample.labels["model_name"]
+                sleeps[name] = sleeps.get(name, True) and bool(sample.value)  # every ingress has to say so
+            elif sample.name == "tidar:requests_in_progress":
+                waiting[sample.labels["model_name"]] += sample.value
+    missing = {name: Missing(may, waiting[name]) for name, may in sleeps.items() if name not in models.values()}
+    return Snapshot(moment, found, models, missing)
 
 
 def replica_table(now: Snapshot, before: Snapshot | None = None) -> Table:
@@ -154,11 +172,7 @@ def replica_table(now: Snapshot, before: Snapshot | None = None) -> Table:
     stands behind its name, and above them all those models that have none. What is counted is that between two looks
     where anything happened there, else all since the replica started."""
     names = sorted(now.replicas)
-    missing = [
-        f"{escape(name)} {'sleeps: the next request wakes it' if sleeps else 'has no replica that answers'}"
-        for name, sleeps in now.missing.items()
-    ]
-    title = "\n".join(missing) or None
+    title = "\n".join(f"{escape(name)} {missing.words()}" for name, missing in now.missing.items()) or None
     table = Table(title=title, title_justify="left", box=SIMPLE, pad_edge=False)  # narrow enough for 80 columns
     for heading in ("replica", "running", "waiting", "K/V", "tokens", "tokens/s", "tokens/step", "held"):
         table.add_column(heading, justify="left" if heading == "replica" else "right")

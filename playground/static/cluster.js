@@ -131,11 +131,13 @@ export class Cluster {
     }
   }
 
-  // `without`: names that have no card, each with whether it sleeps.
+  // `without`: names that have no card, each with whether it sleeps and how many requests wait for it.
   #showEmpty(without) {
-    const lines = [...without].map(([model, sleeps]) =>
-      sleeps ? `${model} sleeps: the next request wakes it.` : `${model} has no replica that answers.`,
-    );
+    const lines = [...without].map(([model, { sleeps, waiting }]) => {
+      const wait = waiting ? `: ${waiting === 1 ? "1 request waits" : `${waiting} requests wait`} for it` : "";
+      if (!sleeps) return `${model} has no replica that answers${wait}.`;
+      return waiting ? `${model} is woken${wait}.` : `${model} sleeps: the next request wakes it.`;
+    });
     const line = this.#find(".replicas-empty");
     line.textContent = lines.join(" ") || "No replica has answered yet.";
     line.hidden = !lines.length && this.#cards.size > 0;

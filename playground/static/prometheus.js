@@ -48,12 +48,18 @@ export function byReplica(samples) {
   return replicas;
 }
 
-/** Names that are served and not among those `there`, each with whether it sleeps: every ingress has to say so. */
+/**
+ * Names that are served and not among those `there`, each with whether it `sleeps`, which every ingress has to say, and
+ * how many requests are `waiting` for it.
+ */
 export function missing(samples, there) {
   const found = new Map();
   for (const { name, labels, value } of samples) {
     if (name !== "tidar:model_sleeps" || there.includes(labels.model_name)) continue;
-    found.set(labels.model_name, value === 1 && (found.get(labels.model_name) ?? true));
+    found.set(labels.model_name, { sleeps: value === 1 && (found.get(labels.model_name)?.sleeps ?? true), waiting: 0 });
+  }
+  for (const { name, labels, value } of samples) {
+    if (name === "tidar:requests_in_progress" && found.has(labels.model_name)) found.get(labels.model_name).waiting += value;
   }
   return found;
 }

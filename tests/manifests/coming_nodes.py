@@ -1,9 +1,11 @@
 """Ray nodes on this machine that Ray's own autoscaler (v2) brings when something waits for room, and removes when they
 are idle; `ray_cluster` starts a head that does so."""
 
+import math
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
@@ -38,14 +40,15 @@ class NodeKind:
 @dataclass(frozen=True)
 class ComingNodes:
     """Nodes that may come, by the names of their kinds. idle_seconds: after so long without work one is removed.
-    seconds_to_come: from the autoscaler's wish to the node's start."""
+    seconds_to_come: from the autoscaler's wish to the node's start, until `come_after` says otherwise."""
 
     kinds: Mapping[str, NodeKind]
     idle_seconds: float
     seconds_to_come: float
 
-    def config(self, head: str) -> dict[str, Any]:
-        """What `ray start --autoscaling-config` reads, for a head at that address."""
+    def config(self, head: str, pace: Path) -> dict[str, Any]:
+        """What `ray start --autoscaling-config` reads, for a head at that address. pace: the file of `come_after`."""
+        come_after(self.seconds_to_come, pace)
         provider = {
             "type": "external",
             "module": f"{SlowProvider.__module__}.{SlowProvider.__qualname__}",
@@ -53,7 +56,7 @@ class ComingNodes:
             "head_node_id": FAKE_HEAD_NODE_ID,
             "launch_multiple": True,
             "disable_node_updaters": True,
-            "seconds_to_come": self.seconds_to_come,
+            "pace": str(pace),
         }
         kinds: dict[str, Any] = {FAKE_HEAD_NODE_TYPE: {"resources": {"CPU": 0}, "node_config": {}, "max_workers": 0}}
         for name, kind in self.kinds.items():
@@ -70,9 +73,17 @@ class ComingNodes:
         }
 
 
+def come_after(seconds: float, pace: Path) -> None:
+    """From now on a node takes so long to come. math.inf: none comes, as where a cloud has none left."""
+    pace.write_text(str(seconds))
+
+
 class SlowProvider(FakeMultiNodeProvider):  # type: ignore[misc]
-    """Ray's own for tests, but nodes take a while to come."""
+    """Ray's own for tests, but nodes take a while to come, or do not come."""
 
     def create_node_with_resources_and_labels(self, *asked: Any) -> None:
-        time.sleep(self.provider_config["seconds_to_come"])
+        seconds = float(Path(self.provider_config["pace"]).read_text())
+        if seconds == math.inf:
+            raise RuntimeError("out of capacity")
+        time.sleep(seconds)
         super().create_node_with_resources_and_labels(*asked)

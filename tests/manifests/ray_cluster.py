@@ -28,6 +28,7 @@ from tests.manifests.hosts import Host
 from tests.servers import MARK, REPOSITORY, free_port, kill_all, marked_processes
 
 WAIT_SECONDS = 240
+PACE = "seconds-to-come"  # the file of `come_after`, in a cluster's directory
 MANIFESTS = REPOSITORY / "manifests"
 
 
@@ -163,7 +164,7 @@ def ray_cluster(
         words += ["--dashboard-host=0.0.0.0"]
     if coming is not None:
         file = directory / "autoscaling.json"
-        file.write_text(json.dumps(coming.config(f"{at}:{ports['port']}")))
+        file.write_text(json.dumps(coming.config(f"{at}:{ports['port']}", directory / PACE)))
         words += [f"--autoscaling-config={file}"]
         environment |= HEAD_ENVIRONMENT
     cluster = RayCluster(

@@ -38,10 +38,10 @@ Document = dict[str, Any]
 
 
 @cache
-def render(overlay: str) -> tuple[Document, ...]:
+def render(overlay: str, manifests: Path = KUBERAY) -> tuple[Document, ...]:
     assert KUSTOMIZE is not None
     done = subprocess.run(
-        [*KUSTOMIZE, str(KUBERAY / "overlays" / overlay)], capture_output=True, text=True, timeout=60, check=False
+        [*KUSTOMIZE, str(manifests / "overlays" / overlay)], capture_output=True, text=True, timeout=60, check=False
     )
     assert done.returncode == 0, done.stderr
     assert "deprecated" not in done.stderr
@@ -244,6 +244,41 @@ def test_gpus_engines_and_pods_agree(overlay: str, gpu: str) -> None:
 
 
 @pytest.mark.parametrize("overlay", GPU_OVERLAYS)
+def test_ingresses_can_have_workers_without_a_gpu(overlay: str, tmp_path: Path) -> None:
+    """As `components/front` says: each fits as many as its comment says, and no engine."""
+    manifests = tmp_path / "kuberay"
+    shutil.copytree(KUBERAY, manifests)
+    file = manifests / "overlays" / overlay / "kustomization.yaml"
+    before = "  - ../../components/gpu\n"
+    assert before in file.read_text()
+    file.write_text(file.read_text().replace(before, f"  - ../../components/front\n{before}"))
+    documents = render(overlay, manifests)
+    (service,) = (each for each in documents if each["kind"] == "RayService")
+    engines, front = service["spec"]["rayClusterConfig"]["workerGroupSpecs"]
+    assert engines == engine_group(overlay), "that of the engines is left alone"
+    offered = _generate_available_node_types_from_ray_cr_spec(service["spec"]["rayClusterConfig"])["front"]
+    assert offered["min_workers"] <= offered["max_workers"]
+    resources = offered["resources"]
+    assert "GPU" not in resources
+    read = json.loads(front["rayStartParams"]["resources"].strip("'\"` "))
+    assert read == {"front": resources["front"]}
+    comment = (KUBERAY / "components" / "front" / "kustomization.yaml").read_text()
+    assert "num_cpus: 1 " in comment
+    assert "resources: {front: 1} " in comment
+    assert 2 <= resources["front"] <= resources["CPU"]
+    label = front["template"]["metadata"]["labels"].items()
+    budgets = [each["spec"]["selector"]["matchLabels"] for each in documents if each["kind"] == "PodDisruptionBudget"]
+    assert [budget.items() <= label for budget in budgets].count(True) == 1
+    (policy,) = (each["spec"] for each in documents if each["metadata"]["name"] == "tidar-ray")
+    (chosen,) = policy["podSelector"]["matchExpressions"]
+    assert front["template"]["metadata"]["labels"][chosen["key"]] in chosen["values"]
+    pods = [group["template"]["spec"] for group in (front, engines)]
+    for part in ("volumes", "terminationGracePeriodSeconds", "securityContext"):
+        assert pods[0][part] == pods[1][part]
+    assert pods[0]["containers"][0]["env"] == pods[1]["containers"][0]["env"]
+
+
+@pytest.mark.parametrize("overlay", GPU_OVERLAYS)
 def test_what_must_not_go_down_does_not(overlay: str) -> None:
     spec = ray_service(overlay)["spec"]
     assert spec["upgradeStrategy"]["type"] == "NewClusterWithIncrementalUpgrade"
@@ -273,7 +308,7 @@ def yaml_files() -> Iterator[str]:
 def test_no_file_goes_unread() -> None:
     """Each file is rendered by kustomize above, or has a test of its own beside this one."""
     used = {f"kuberay/overlays/{name}/{file}" for name in OVERLAYS for file in ("kustomization.yaml", "serve.yaml")}
-    pending = [KUBERAY / "overlays" / name for name in OVERLAYS]
+    pending = [KUBERAY / "components" / "front", *(KUBERAY / "overlays" / name for name in OVERLAYS)]
     while pending:
         directory = pending.pop()
         file = directory / "kustomization.yaml"

@@ -115,6 +115,14 @@ def test_a_model_that_sleeps_is_told_so(opened: Visit, recorded: RecordedServer)
     line = page.locator(".replicas-empty")
     sleeps = "<b>m</b> sleeps: the next request wakes it."
     expect(line).to_have_text(f"{sleeps} gone has no replica that answers.")
+    for ingress in (here, there):
+        ingress.begun()
+        ingress.goes_over("", "<b>m</b>")
+    there.begun()
+    there.goes_over("", "gone")
+    recorded.metrics[:] = [render([here.collect(), there.collect()]).decode()]
+    waited = "<b>m</b> is woken: 2 requests wait for it. gone has no replica that answers: 1 request waits for it."
+    expect(line).to_have_text(waited)
     recorded.metrics[:] = [asleep + metrics_pages(1, ("one",), other="gone")[0].replace('"m"', '"gone"')]
     expect(page.locator(".replica")).to_have_count(1)
     expect(line).to_have_text(sleeps)

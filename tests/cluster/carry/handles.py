@@ -6,6 +6,8 @@ from inspect import signature
 from typing import Any
 
 import pytest
+from ray.serve._private.common import DeploymentID
+from ray.serve.exceptions import DeploymentUnavailableError
 
 from cluster.card import ModelCard, pack_card
 from cluster.carry import directory as room
@@ -31,11 +33,13 @@ def told(card: ModelCard) -> Any:
 
 class Handle:
     """Stands for the engine's handle: `there` run, and `hung` of them give no answer. Methods are asked of one that a
-    call's route allows, as by the router."""
+    call's route allows, as by the router. failed: no replica will come, which only those calls are told that are made
+    from then on; `calling` of those before wait for one."""
 
     def __init__(self, there: set[str], card: ModelCard, hung: frozenset[str] = frozenset()) -> None:
         self.there, self.hung, self.card = there, hung, card
-        self.woken = 0
+        self.woken = self.calling = 0
+        self.failed = False
         self.lengths: dict[str, int] = {}
         self._method = ""
 
@@ -58,9 +62,15 @@ class Handle:
         return Alive(name, self.lengths.get(name, self.card.max_model_len))
 
     async def answer(self, method: str, route: Route, *args: object) -> Any:
+        if self.failed and not self.there:
+            raise DeploymentUnavailableError(DeploymentID("Engine", "api"))
         self.woken += not self.there
-        while not self.there:
-            await asyncio.sleep(0.01)
+        self.calling += 1
+        try:
+            while not self.there:
+                await asyncio.sleep(0.01)
+        finally:
+            self.calling -= 1
         places = fitting(sorted(self.there), route)
         if not places:
             raise LookupError

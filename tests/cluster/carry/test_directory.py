@@ -242,6 +242,80 @@ def test_a_model_that_does_not_wake_is_told_of_though_nobody_waits_for_it_to_the
     asyncio.run(run())
 
 
+def test_who_waits_for_a_model_that_fails_to_start_is_told_at_once(
+    card: ModelCard, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Serve tells those alone who call after that: they waited for all of `wake_seconds`, each of them anew."""
+    monkeypatch.setattr(room, "CALL_AGAIN_SECONDS", 0.05)
+
+    async def run() -> None:
+        handle = Handle(set(), card)
+        directory = Directory(handle, Wake(seconds=60, most=2))  # type: ignore[arg-type]
+        asked = asyncio.create_task(directory.awake())
+        await asyncio.sleep(0.2)
+        assert not asked.done()
+        assert (directory.serves, directory.sleeps) == (True, True)
+        handle.failed = True
+        async with asyncio.timeout(10):
+            with pytest.raises(ApiError, match="failed to start"):
+                await asked
+        assert (directory.serves, directory.sleeps) == (False, False)
+        handle.failed = False  # another config was deployed
+        asked = asyncio.create_task(directory.awake())
+        async with asyncio.timeout(10):
+            while not directory.sleeps:
+                await asyncio.sleep(0.01)
+            assert directory.serves
+            handle.there = {"r0"}
+            assert told((await asked)[0]) == told(card)
+        await directory.stop()
+
+    asyncio.run(run())
+
+
+def test_a_model_that_failed_to_start_may_sleep_once_it_was_there(card: ModelCard) -> None:
+    """As where another config was deployed, which starts an engine that nobody called for."""
+
+    async def run() -> None:
+        handle = Handle(set(), card)
+        handle.failed = True
+        directory = Directory(handle, Wake(seconds=60, most=2))  # type: ignore[arg-type]
+        with pytest.raises(ApiError, match="failed to start"):
+            await directory.awake()
+        handle.failed, handle.there = False, {"r0"}
+        await directory.look()
+        assert directory.serves
+        handle.there = set()
+        await directory.start(lambda: NOTHING_COUNTED)
+        async with asyncio.timeout(10):
+            while not directory.sleeps:
+                await asyncio.sleep(0.02)
+        assert directory.serves
+        await directory.stop()
+
+    asyncio.run(run())
+
+
+def test_nobody_is_called_for_any_more_where_nobody_waits(card: ModelCard, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(room, "CALL_AGAIN_SECONDS", 0.05)
+
+    async def run() -> None:
+        handle = Handle(set(), card)
+        directory = Directory(handle, Wake(seconds=0.3, most=2))  # type: ignore[arg-type]
+        with pytest.raises(ApiError, match=r"no engine of it was up within 0.3 s\..*`serve status`"):
+            await directory.awake()
+        async with asyncio.timeout(10):
+            while handle.calling:
+                await asyncio.sleep(0.01)
+        called = handle.woken
+        assert called > 1
+        await asyncio.sleep(0.2)
+        assert handle.woken == called
+        await directory.stop()
+
+    asyncio.run(run())
+
+
 def test_prompts_are_named_to_the_router_by_what_their_cache_goes_by(card: ModelCard) -> None:
     async def run() -> None:
         directory = Directory(Handle({"r0"}, card))  # type: ignore[arg-type]

@@ -120,8 +120,13 @@ def test_the_live_table_tells_what_happened_between_two_looks() -> None:
 
 def test_a_model_without_an_engine_is_told_of() -> None:
     ingress = IngressMetrics("here")
-    for model, engines, sleeps in (("tiny", 1, False), ("[gone]", 0, False), ("asleep", 0, True)):
-        ingress.watch(model, Behind(engines, sleeps))
+    without = {"[gone]": (0, False), "late": (2, False), "asleep": (0, True), "waking": (1, True)}
+    ingress.watch("tiny", Behind())
+    for model, (waiting, sleeps) in without.items():
+        ingress.watch(model, Behind(0, sleeps))
+        for _ in range(waiting):
+            ingress.begun()
+            ingress.goes_over("", model)
     page = render([counted("r1").collect(EngineStats(0, 0, 0, 12)), ingress.collect()]).decode()
     told = {line.split()[0]: line.split()[1] for line in page.splitlines() if line.startswith("tidar:engines_ready")}
     assert [told[f'tidar:engines_ready{{ingress="here",model_name="{name}"}}'] for name in ("tiny", "[gone]")] == [
@@ -133,9 +138,11 @@ def test_a_model_without_an_engine_is_told_of() -> None:
     console = Console(width=80, file=StringIO())
     console.print(table)
     shown = console.file.getvalue()  # type: ignore[attr-defined]
-    assert [line.strip() for line in shown.splitlines()[:2]] == [
+    assert [line.strip() for line in shown.splitlines()[:4]] == [
         "[gone] has no replica that answers",
+        "late has no replica that answers: 2 requests wait for it",
         "asleep sleeps: the next request wakes it",
+        "waking is woken: 1 request waits for it",
     ]
 
 
