@@ -133,7 +133,7 @@ async def _answer(request: Request, served: Served, card: ModelCard, plan: Reque
         outcome.waits_no_more()
         if options.stream:
             if repeated is not None:
-                told = response_events(head, repeated, plan.spaced, made, first, pieces, outcome.broke)
+                told = response_events(head, repeated, plan.namespaced, made, first, pieces, outcome.broke)
                 return EventStreamResponse(told)
             events = event_stream(head, made, first, pieces, outcome.broke)
             return EventStreamResponse(events)
@@ -143,7 +143,7 @@ async def _answer(request: Request, served: Served, card: ModelCard, plan: Reque
             raise
         raise as_here(error) from error  # an engine's words for fields are a chat's
     # In a thread: the log-probabilities of long prompts take a while to write down.
-    tell = partial(whole, head) if repeated is None else partial(whole_response, head, repeated, plan.spaced)
+    tell = partial(whole, head) if repeated is None else partial(whole_response, head, repeated, plan.namespaced)
     return Response(await asyncio.to_thread(tell, made, gathered), media_type="application/json")
 
 

@@ -13,7 +13,7 @@ from cluster.errors import ApiError, bad_request
 from cluster.wire.answer import Echo, ResponseOptions
 from cluster.wire.prompts import chat_prompt, completion_prompts, decode, read_body
 from cluster.wire.responses_asked import ResponsesBody, as_here
-from cluster.wire.responses_tools import Spaced
+from cluster.wire.responses_tools import Namespaced
 from cluster.wire.sampling import sampling_of, sampling_params, token_wishes
 from cluster.wire.schemas import MAX_PROMPTS, SEED_BITS, Body, ChatBody, CompletionBody, refuse_unsupported
 from cluster.wire.thoughts import Thinking, behind_thoughts, thinking, thought_limit
@@ -34,7 +34,7 @@ class RequestPlan:
     """What a body asks for. prompts, params, echoes: of each choice its prompt as token ids, how its tokens are picked,
     and what stands before it, where anything does. constraint_field: the field that says what the answer has to follow.
     tools: what it may call; thinking: how it may begin with thoughts. repeated: what an object of the Responses API
-    repeats of its request; None for the other two. spaced: of that API too, the functions of namespaces by what the
+    repeats of its request; None for the other two. namespaced: of that API too, the functions of namespaces by what the
     model calls them. ignored: fields of it that nobody knows, the first of them."""
 
     options: ResponseOptions
@@ -48,7 +48,7 @@ class RequestPlan:
     tools: Toolbox | None = None
     thinking: Thinking | None = None
     repeated: str | None = None
-    spaced: Mapping[str, Spaced] = field(default_factory=dict)
+    namespaced: Mapping[str, Namespaced] = field(default_factory=dict)
 
 
 def completion_plan(value: dict[str, Any], card: ModelCard, backend: Tokenizer) -> RequestPlan:
@@ -73,7 +73,7 @@ def responses_plan(value: dict[str, Any], card: ModelCard, backend: Tokenizer, r
         plan = plan_of_chat(chat, card, backend, reasoning)
     except ApiError as error:
         raise as_here(error) from error
-    return replace(plan, repeated=body.repeated(sampling_of(chat, card)), spaced=body.spaced)
+    return replace(plan, repeated=body.repeated(sampling_of(chat, card)), namespaced=body.namespaced)
 
 
 def input_tokens(value: dict[str, Any], card: ModelCard, backend: Tokenizer) -> dict[str, Any]:
@@ -104,6 +104,7 @@ def plan_of_chat(body: ChatBody, card: ModelCard, backend: Tokenizer, reasoning:
         grammar = behind_thoughts(grammar, thoughts, body.grammar_field if tools is None else "tools")
     if body.tidar.trace:  # who watches tokens wants to find them in the text
         thoughts = None
+        tools = None if tools is None else replace(tools, alone=False)  # calls come behind them
     params = params_of(body, [prompt], card, backend, grammar, limit)
     each = for_each_choice([prompt], body)
     field = body.grammar_field if tools is None else "tools"

@@ -16,14 +16,14 @@ from cluster.wire.limits import few, stated
 from cluster.wire.messages import Effort, FunctionCall, RefusalPart, check_content
 from cluster.wire.responses_tools import (
     Choice,
-    Spaced,
+    Namespaced,
     Tools,
     chat_choice,
     chat_tools,
     check_search,
     name_of,
+    namespaced,
     repeated_tools,
-    spaced,
 )
 from cluster.wire.schemas import ChatBody, first_in_vain
 from cluster.wire.structured import JsonSchema
@@ -232,9 +232,9 @@ class ResponsesBody(BaseModel):
         return None if self.reasoning is None else self.reasoning.effort
 
     @property
-    def spaced(self) -> Mapping[str, Spaced]:
+    def namespaced(self) -> Mapping[str, Namespaced]:
         """The functions of namespaces, by what the model calls them."""
-        return spaced(self.tools or ())
+        return namespaced(self.tools or ())
 
     def as_chat(self) -> ChatBody:
         """The same question to /v1/chat/completions. Raises ApiError (400), by the name of the field here."""

@@ -11,7 +11,7 @@ from cluster.errors import ApiError, server_error
 from cluster.wire.answer import Answer, Piece
 from cluster.wire.completions_told import Head, chain, logprobs_of, reasoning_tokens, usage_of
 from cluster.wire.encoding import Json, as_json
-from cluster.wire.responses_tools import Spaced
+from cluster.wire.responses_tools import Namespaced
 from cluster.wire.thoughts import Thought
 from cluster.wire.tool_calls import CallDelta
 from tidar_core.request import FinishReason
@@ -32,12 +32,12 @@ class Output:
     """The items of an answer as they grow. Its methods give the events that tell of it, but for their numbers.
 
     Text that stands before, between or behind calls is a message of its own each time; thoughts are an item too.
-    spaced: the functions of namespaces, by what the model calls them.
+    namespaced: the functions of namespaces, by what the model calls them.
     """
 
-    def __init__(self, spaced: Mapping[str, Spaced]) -> None:
+    def __init__(self, namespaced: Mapping[str, Namespaced]) -> None:
         self.items: list[Json] = []
-        self._spaced = spaced
+        self._namespaced = namespaced
         self._open = False  # whether the last of them still grows
 
     def add(self, piece: Piece, logprobs: Sequence[Entries] = ()) -> Iterator[Json]:
@@ -89,7 +89,7 @@ class Output:
     def _call(self, delta: CallDelta) -> Iterator[Json]:
         if delta.id is not None:
             yield from self._close("completed")
-            own = self._spaced.get(delta.name or "")
+            own = self._namespaced.get(delta.name or "")
             who = {"name": delta.name} if own is None else {"namespace": own.namespace, "name": own.name}
             called = {"call_id": delta.id, **who, "arguments": ""}
             yield from self._begin({"type": "function_call", "id": _id("fc"), **called})
@@ -179,10 +179,10 @@ def in_arguments(answer: Answer) -> bool:
 
 
 def whole_response(
-    head: Head, repeated: str, spaced: Mapping[str, Spaced], answer: Answer, pieces: Sequence[Piece]
+    head: Head, repeated: str, namespaced: Mapping[str, Namespaced], answer: Answer, pieces: Sequence[Piece]
 ) -> bytes:
     """The body of an answer that is not streamed."""
-    output = Output(spaced)
+    output = Output(namespaced)
     for piece in pieces:
         for _ in output.add(piece, logprobs_told(head, answer, piece)):
             pass
@@ -194,7 +194,7 @@ def whole_response(
 async def response_events(
     head: Head,
     repeated: str,
-    spaced: Mapping[str, Spaced],
+    namespaced: Mapping[str, Namespaced],
     answer: Answer,
     first: Piece,
     rest: AsyncGenerator[Piece, None],
@@ -213,7 +213,7 @@ async def response_events(
         number += 1
         return f"event: {told['type']}\ndata: ".encode() + body + b"\n\n"
 
-    output = Output(spaced)
+    output = Output(namespaced)
     begun = response_object(head, repeated, "in_progress")
     try:
         async with aclosing(chain(first, rest)) as pieces:

@@ -88,7 +88,7 @@ Choice = Annotated[ChoiceWord | Annotated[FunctionToolChoice, Tag(OBJECT)], OF_C
 
 
 @dataclass(frozen=True, slots=True)
-class Spaced:
+class Namespaced:
     """A function of a namespace."""
 
     namespace: str
@@ -102,11 +102,11 @@ def name_of(namespace: str | None, name: str) -> str:
     return f"{namespace}{name}" if namespace.endswith("__") else f"{namespace}__{name}"
 
 
-def spaced(tools: Sequence[Any]) -> Mapping[str, Spaced]:
+def namespaced(tools: Sequence[Any]) -> Mapping[str, Namespaced]:
     """The functions of namespaces, by what the model calls them."""
     groups = [tool for tool in tools if isinstance(tool, NamespaceTool)]
     return {
-        name_of(group.name, function.name): Spaced(group.name, function.name)
+        name_of(group.name, function.name): Namespaced(group.name, function.name)
         for group in groups
         for function in group.tools
     }
@@ -114,8 +114,9 @@ def spaced(tools: Sequence[Any]) -> Mapping[str, Spaced]:
 
 def check_search(tools: Sequence[Any]) -> None:
     """A model that may search need not; one that may do nothing else is asked to. Raises FieldError."""
-    if tools and all(isinstance(tool, SearchTool) for tool in tools):
-        what = f"tools of type {tools[0].type!r} are not supported where there are no functions beside them"
+    searches = [tool for tool in tools if isinstance(tool, SearchTool)]
+    if searches and not any(chat_tools(tools)):
+        what = f"tools of type {searches[0].type!r} are not supported where there are no functions beside them"
         raise FieldError(f"{what}: this server searches nothing", "tools.0")
 
 

@@ -1,5 +1,6 @@
 """Of which JSON types the values are that a schema allows."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,7 +36,7 @@ def values_of(schema: Any, whole: Any) -> Values:
 
 def leaves_of(schema: Any, whole: Any) -> list[Any]:
     """What a schema's references and alternatives lead to in the end, in their order. whole: what the references lead
-    into; each is followed once. A schema that allows nothing is none of them."""
+    into; each is followed once. A schema that allows nothing is none of them; None stands for what is not there."""
     found = []
     seen = set[str]()
     waiting = [schema]
@@ -79,8 +80,37 @@ def led_to(reference: str, whole: Any) -> Any:
     if not reference.startswith("#"):
         return None
     for name in reference.split("/")[1:]:
-        whole = whole.get(name.replace("~1", "/").replace("~0", "~")) if isinstance(whole, dict) else None
+        name = plain_name(name)
+        if isinstance(whole, list):
+            whole = dict(enumerate(whole)).get(int(name)) if name.isdecimal() else None
+        else:
+            whole = whole.get(name) if isinstance(whole, dict) else None
     return whole
+
+
+def plain_name(name: str) -> str:
+    """A name as it is, where a reference spells it."""
+    return name.replace("~1", "/").replace("~0", "~")
+
+
+@dataclass(frozen=True, slots=True)
+class Parameters:
+    """What a function's schema says of its parameters: the schemas of those that it names, and that of all others, None
+    where it says nothing of these."""
+
+    named: Mapping[str, Any]
+    other: Any
+
+
+def parameters_of(schema: Any) -> Parameters:
+    """Behind references and single alternatives."""
+    leaves = leaves_of(schema, schema)
+    top = leaves[0] if len(leaves) == 1 else schema
+    if not isinstance(top, dict):
+        return Parameters({}, None)
+    named = top.get("properties")
+    other = top.get("additionalProperties", top.get("unevaluatedProperties"))
+    return Parameters(named if isinstance(named, dict) else {}, other)
 
 
 def _type_of(value: Any) -> str:

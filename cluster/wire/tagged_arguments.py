@@ -12,8 +12,9 @@ import re
 from collections.abc import Collection
 from typing import Any
 
-from cluster.wire.schema_types import TYPES, Values, values_of
+from cluster.wire.schema_types import TYPES, Values, parameters_of, values_of
 
+SPACE = " \t\r\n"  # of JSON
 LONGEST_KEY = 1024  # characters
 _PARAMETER, _FUNCTION_END = "<parameter=", "</function>"
 _MARKS = (_PARAMETER, _FUNCTION_END, "</tool_call>", "<tool_call>")  # what may come between two parameters
@@ -41,16 +42,17 @@ _PYTHONS = {"True": "true", "False": "false", "None": "null"}
 
 
 class TaggedArguments:
-    """Reads a call's arguments up to `</function>`. schema: that of the function's parameters. held: the answer is held
-    to how the template writes a call, where a value ends with its tag on a line of its own and with nothing else.
+    """Reads a call's arguments up to `</function>`. schema: that of the function's parameters. constrained: the
+    answer has to follow `tagged_schemas`, where a value ends with its tag on a line of its own and with nothing else.
 
     A parameter that is text alone is told as it comes, any other when it is whole. A second one of the same name counts
     as little as what stands between two. Where the model left out the last tags, the arguments end at the call's."""
 
-    def __init__(self, schema: Any, held: bool = False) -> None:
+    def __init__(self, schema: Any, constrained: bool = False) -> None:
         self._schema = schema
-        self._ends: Collection[str] = (VALUE_END,) if held else _VALUE_ENDS
-        self._end = re.compile(VALUE_END) if held else _ANY_VALUE_END
+        self._parameters = parameters_of(schema)
+        self._ends: Collection[str] = (VALUE_END,) if constrained else _VALUE_ENDS
+        self._end = re.compile(VALUE_END) if constrained else _ANY_VALUE_END
         self._held = ""  # of which it is not known yet what it is
         self._told = ""
         self._over = False
@@ -99,10 +101,8 @@ class TaggedArguments:
         return True
 
     def _begin(self, key: str) -> None:
-        properties = self._schema.get("properties") if isinstance(self._schema, dict) else None
-        known = properties if isinstance(properties, dict) else {}
-        other = self._schema.get("additionalProperties", True) if isinstance(self._schema, dict) else True
-        self._values = values_of(known.get(key, other), self._schema)
+        other = True if self._parameters.other is None else self._parameters.other
+        self._values = values_of(self._parameters.named.get(key, other), self._schema)
         self._value = None if self._values.types == {"string"} else []
         self._repeated = key in self._keys
         self._tell(f"{', ' if self._keys else '{'}{json.dumps(key, ensure_ascii=False)}: ")
@@ -140,7 +140,7 @@ def json_of(text: str, values: Values) -> str:
     parameter: JSON, where it is the JSON of something else than text. Python's True, False and None are JSON's, since
     templates write those. What is no JSON is text too."""
     types = values.types
-    meant = text.strip()
+    meant = text.strip(SPACE)
     meant = _PYTHONS.get(meant, meant)
     if values.texts is not None and text in values.texts:
         return _as_json(text)

@@ -10,14 +10,16 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-from cluster.wire.schema_types import TYPES, constants_of, leaves_of, values_of
-from cluster.wire.tagged_arguments import LONGEST_KEY, VALUE_END
+from cluster.wire.schema_types import TYPES, constants_of, leaves_of, parameters_of, plain_name, values_of
+from cluster.wire.tagged_arguments import LONGEST_KEY, SPACE, VALUE_END
 from tidar_core.grammar.compiling import format_of
+from tidar_core.grammar.grammar import MAX_GRAMMAR_BYTES, MOST_TIMES_LARGER
 from tidar_core.grammar.patterns import pattern_of_a_line
 from tidar_core.grammar.schemas import ANNOTATIONS, GrammarError, without_remarks
 
 _HERE = "in this model's tags"
-_FOR_ALL = f"for all parameters cannot be enforced {_HERE}"
+_UNENFORCED = f"for all parameters cannot be enforced {_HERE}"
+_MOST_BYTES = MOST_TIMES_LARGER * MAX_GRAMMAR_BYTES
 _OWN_TAG = r"<parameter=[^\x00-\x1f<>\ud800-\udfff]{1,64}>"  # of a parameter that the model makes up
 _BEHIND = f"{VALUE_END}\n"
 _ANY_TEXT = {"type": "any_text", "excludes": [VALUE_END]}
@@ -25,6 +27,7 @@ _ANY_TEXT = {"type": "any_text", "excludes": [VALUE_END]}
 _CHARACTER = r"[^\x00-\x08\x0a-\x1f\ud800-\udfff]"
 _NOT_OPENING = r"[^\x00-\x20\[{\ud800-\udfff]"
 _REFERENCE = re.compile(r'"\$ref": "(?!#/(?:\$defs|definitions)/)([^"]{0,60})')
+_DEFINITION = re.compile(r'"\$ref": "#/(\$defs|definitions)/([^"/]+)')
 
 # Formats, as xgrammar 0.2.8 has them in JSON or narrower.
 _DATE = r"\d{4}-(0[1-9]|1[0-2])-(0[1-9]|[12]\d|3[01])"
@@ -53,47 +56,58 @@ FORMATS = {
 def arguments_format(schema: dict[str, Any]) -> dict[str, Any]:
     """The structural tag of a call's arguments that a schema of an object allows. Raises GrammarError with the first
     thing that could not be kept."""
-    top, *others = leaves_of(schema, schema)
-    if others:
-        raise GrammarError(f"alternatives {_FOR_ALL}: describe one object")
+    top, *others = _leaves(schema, schema)
+    if others or constants_of(top) is not None:
+        what = "alternatives" if others else "`const` and `enum`"
+        raise GrammarError(f"{what} {_UNENFORCED}: describe one object by its `properties`")
     if top.get("patternProperties"):
-        raise GrammarError(f"`patternProperties` {_FOR_ALL}: name them under `properties`")
-    properties, required = top.get("properties", {}), top.get("required", [])
+        raise GrammarError(f"`patternProperties` {_UNENFORCED}: name them under `properties`")
+    found, required = parameters_of(schema), frozenset(top.get("required", ()))
     least, most = top.get("minProperties", 0), top.get("maxProperties", -1)
-    own = top.get("additionalProperties", top.get("unevaluatedProperties", False))
-    if not properties and own is not False:
+    if not found.named and found.other not in (None, False):
         if top.get("propertyNames", True) not in (True, {}, {"type": "string"}):
-            raise GrammarError(f"`propertyNames` {_FOR_ALL}: leave it out of the schema")
-        one = _in_order({"type": "regex", "pattern": _OWN_TAG}, _value("\n", own, schema))
+            raise GrammarError(f"`propertyNames` {_UNENFORCED}: leave it out of the schema")
+        one = _in_order({"type": "regex", "pattern": _OWN_TAG}, _value("\n", found.other, schema))
         return {"type": "repeat", "min": least, "max": most, "content": one}
-    if least > len(required) or 0 <= most < len(properties):
+    if least > len(required) or 0 <= most < len(found.named):
         name = "minProperties" if least > len(required) else "maxProperties"
-        raise GrammarError(f"`{name}` {_FOR_ALL}: say under `required` which there must be")
-    elements = []
-    for name, of_one in properties.items():
-        if of_one is False and name not in required:
-            continue
+        raise GrammarError(f"`{name}` {_UNENFORCED}: say under `required` which there must be")
+    elements, room = list[dict[str, Any]](), _MOST_BYTES
+    for name, of_one in found.named.items():
+        if name not in required and not leaves_of(of_one, schema):
+            continue  # none of its values is allowed
         try:
             written = _parameter(name, of_one, schema)
         except GrammarError as error:
             raise GrammarError(f"parameter {name[:60]!r}: {error}") from None
+        room -= len(json.dumps(written))
+        if room < 0:  # before all of them are there: each may repeat what a reference leads to
+            raise GrammarError(f"the parameters are too many or too large {_HERE}: leave some out, or values of `enum`")
         elements.append(written if name in required else {"type": "optional", "content": written})
     return _in_order(*elements) if elements else _text("")
 
 
+def _leaves(schema: Any, whole: dict[str, Any]) -> list[Any]:
+    """As `leaves_of`. Raises GrammarError where they are none, or not there."""
+    leaves = leaves_of(schema, whole)
+    if not leaves or any(not isinstance(leaf, bool | dict) for leaf in leaves):
+        raise GrammarError("a `$ref` leads to nothing: put the schema under `$defs` and lead there")
+    return leaves
+
+
 def _parameter(name: str, schema: Any, whole: dict[str, Any]) -> dict[str, Any]:
-    if not 0 < len(name) <= LONGEST_KEY or not {">", "\n"}.isdisjoint(name):
+    if not 0 < len(name) <= LONGEST_KEY or not {">", "\n", "\0"}.isdisjoint(name):
         raise GrammarError(f"such a name cannot be written {_HERE}: give it another")
     return _value(f"<parameter={name}>\n", schema, whole)
 
 
 def _value(before: str, schema: Any, whole: dict[str, Any]) -> dict[str, Any]:
     """All ways to write a value, between what stands before it and the end of its tag."""
-    leaves, values = leaves_of(schema, whole), values_of(schema, whole)
-    if any(isinstance(leaf, bool) or leaf.keys() <= ANNOTATIONS for leaf in leaves):
+    leaves, values = _leaves(schema, whole), values_of(schema, whole)
+    if any(_is_free(leaf) for leaf in leaves):
         return _tagged(before, _ANY_TEXT)
     if values.types == TYPES:
-        raise GrammarError(f"values of any type cannot be held to something {_HERE}: say their `type`")
+        raise GrammarError(f"values of all types cannot be held to something {_HERE}: name fewer under `type`")
     opening = not values.types.isdisjoint({"array", "object"})
     texts, others = [], list[dict[str, Any]]()
     for leaf in leaves:
@@ -104,14 +118,22 @@ def _value(before: str, schema: Any, whole: dict[str, Any]) -> dict[str, Any]:
             others += [{**leaf, "type": one} for one in sorted(types - {"string"})]
         else:
             listed = [one for one in constants if isinstance(one, str) and VALUE_END not in one]
-            texts += [_text(f"{before}{one}{_BEHIND}") for one in listed if not (opening and one[:1] in ("[", "{"))]
+            kept = [one for one in listed if not (opening and one.lstrip(SPACE).startswith(("[", "{")))]
+            texts += [_tagged(before, {"type": "or", "elements": [_text(one) for one in kept]})] if kept else []
             others += [{"const": one} for one in constants if not isinstance(one, str)]
     if values.texts is None:
         others = [one for one in others if values_of(one, whole).types <= {"array", "null", "object"}]
     ways = [*texts, *_as_json(before, others, whole)]
     if not ways:
-        raise GrammarError(f"none of its values can be written {_HERE}")
+        raise GrammarError(f"none of its values can be written {_HERE}: allow others")
     return ways[0] if len(ways) == 1 else {"type": "or", "elements": ways}
+
+
+def _is_free(leaf: Any) -> bool:
+    """Whether a schema allows any value at all."""
+    if isinstance(leaf, bool):
+        return leaf
+    return leaf.keys() <= ANNOTATIONS | {"type"} and values_of(leaf, leaf).types == TYPES
 
 
 def _held_text(before: str, schema: dict[str, Any], opening: bool) -> dict[str, Any]:
@@ -123,7 +145,7 @@ def _held_text(before: str, schema: dict[str, Any], opening: bool) -> dict[str, 
         try:
             expression = pattern_of_a_line(schema["pattern"])
         except ValueError as error:
-            raise GrammarError(f"{error}: leave that out of `pattern`") from error
+            raise GrammarError(f"`pattern` {error}") from error
     elif form is not None:
         if form not in FORMATS:
             raise GrammarError(f"`format` {form} cannot be enforced {_HERE}: leave it out of the schema")
@@ -150,15 +172,24 @@ def _of_length(least: int, most: int | None, opening: bool) -> str:
 def _as_json(before: str, schemas: list[dict[str, Any]], whole: dict[str, Any]) -> Iterator[dict[str, Any]]:
     if not schemas:
         return
-    led_into: dict[str, Any] = {name: whole[name] for name in ("$defs", "definitions") if name in whole}
     schema = schemas[0] if len(schemas) == 1 else {"anyOf": schemas}
-    text = json.dumps(schema, ensure_ascii=False)
-    if '"$ref"' in text:
-        schema = schema | led_into
-        if found := _REFERENCE.search(json.dumps(schema, ensure_ascii=False)):
-            raise GrammarError(f"`$ref` {found[1]} cannot be followed {_HERE}: put the schema under `$defs`")
-    content = {"type": "json_schema", "json_schema": without_remarks(schema)}
-    yield _tagged(before, content)
+    schema = without_remarks(schema) | _led_into(schema, whole)
+    if found := _REFERENCE.search(json.dumps(schema, ensure_ascii=False)):
+        raise GrammarError(f"`$ref` {found[1]} cannot be followed {_HERE}: put the schema under `$defs`")
+    yield _tagged(before, {"type": "json_schema", "json_schema": schema})
+
+
+def _led_into(schema: Any, whole: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """The definitions that a schema's references lead into, and what these lead into."""
+    found: dict[str, dict[str, Any]] = {}
+    waiting = [schema]
+    while waiting:
+        for group, name in _DEFINITION.findall(json.dumps(waiting.pop(), ensure_ascii=False)):
+            defined = whole.get(group, {}).get(plain_name(name))
+            if defined is not None and plain_name(name) not in found.setdefault(group, {}):
+                found[group][plain_name(name)] = without_remarks(defined)
+                waiting.append(defined)
+    return found
 
 
 def _text(text: str) -> dict[str, Any]:

@@ -121,8 +121,8 @@ class ToolParser:
 
     functions: the schemas of those that were offered, by name. parallel: whether calls beyond the first are passed on.
     new_id: makes the id of a call. begun: the beginning of a call that stands before the answer (`begun_call`): it is
-    told with the call, as text it is not, for it was said before. held: the answer is held to calls that are written as
-    the template writes them (`tagged_schemas`).
+    told with the call, as text it is not, for it was said before. constrained: what the answer has to follow says how
+    its calls are written. alone: it says too that the answer is nothing but calls, or has none.
     """
 
     def __init__(
@@ -132,14 +132,16 @@ class ToolParser:
         parallel: bool,
         new_id: Callable[[], str],
         begun: str = "",
-        held: bool = False,
+        constrained: bool = False,
+        alone: bool = False,
     ):
         self.calls = 0
         self.in_call = False  # what was pushed last is of a call to its end
         self._functions = functions
         self._parallel = parallel
         self._new_id = new_id
-        self._is_held = held
+        self._constrained = constrained
+        self._alone = alone
         self._begin, self._end = form.begin.strip(), form.end.strip()
         self._form = form
         self._held = begun  # of which it is not known yet what it is
@@ -201,6 +203,9 @@ class ToolParser:
 
     def _in_text(self) -> bool:
         place = self._held.find(self._begin)
+        if self._alone and not self.calls and not self._begin.startswith(self._held.lstrip()[: len(self._begin)]):
+            self._step = self._in_plain_text
+            return True
         if place < 0:
             # What may turn out to be a tag's beginning, and the white space before it, is held back.
             begun = next(length for length in range(len(self._begin) - 1, -1, -1) if self._ends_with_tags(length))
@@ -222,7 +227,8 @@ class ToolParser:
         space = len(self._held) - len(self._held.lstrip(self._form.before_calls))
         if self._form.opening.startswith(self._held[space:]) and self._held[space:] != self._form.opening:
             return False
-        if not self._held.startswith(self._form.opening, space):
+        in_list = not self._form.in_list or self.calls or "[" in self._held[:space]
+        if not in_list or not self._held.startswith(self._form.opening, space):
             return self._no_call(0)
         lead, self._held = self._cut(space)
         self._lead += lead
@@ -241,7 +247,7 @@ class ToolParser:
             return self._no_call(end)
         self._call(name, "")
         self._held = self._held[end + 1 :]
-        self._arguments = TaggedArguments(self._functions[name], self._is_held)
+        self._arguments = TaggedArguments(self._functions[name], self._constrained)
         self._step = self._in_arguments
         return True
 
@@ -341,7 +347,8 @@ def begun_call(form: ToolFormat, functions: Mapping[str, Any], text: str) -> str
     """The end of `text` with which a call begins that is not over there; empty where none does."""
     parser = ToolParser(form, functions, True, str)
     parser.push(text)
-    return text[len(text) - parser.open :].lstrip(form.between_calls)
+    begun = text[len(text) - parser.open :].lstrip(form.between_calls)
+    return f"[{begun}" if form.in_list and begun and not begun.startswith("[") else begun
 
 
 def _string(literal: str) -> str | None:

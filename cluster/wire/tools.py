@@ -95,21 +95,22 @@ ToolChoice = Annotated[ChoiceWord | Annotated[NamedTool, Tag(OBJECT)], OF_CHOICE
 @dataclass(frozen=True, slots=True)
 class Toolbox:
     """What the answer to one request may call. functions: the schemas of the arguments by the functions' names.
-    grammar: what the answer has to follow, if anything. parallel: whether it may have several calls. begun: the
-    beginning of a call that the prompt ends with."""
+    grammar: what the answer has to follow, if anything. parallel: whether it may have several calls. alone: whether it
+    is nothing but calls, or has none. begun: the beginning of a call that the prompt ends with."""
 
     form: ToolFormat
     functions: Mapping[str, Any]
     parallel: bool
     grammar: Grammar | None
+    alone: bool
     begun: str = ""
 
     def behind(self, begun_answer: str) -> "Toolbox":
         """For an answer that goes on with `begun_answer`. Raises ApiError (400) where that ends within a call and the
         answer has to follow something, which begins with the answer."""
         begun = begun_call(self.form, self.functions, begun_answer)
-        mark = '"' if self.form.key is not None else self.form.opening
-        is_call = begun.startswith(self.form.begin.strip()) and mark in begun  # not the beginning of a tag alone
+        # Not the beginning of a tag alone.
+        is_call = begun.startswith(self.form.begin.strip()) and self.form.opening in begun
         if is_call and self.grammar is not None:
             raise bad_request(
                 "continue_final_message: the last message ends within a tool call, and what the answer is held to "
@@ -120,9 +121,14 @@ class Toolbox:
 
     def parser(self) -> ToolParser:
         """For one answer."""
-        held = self.grammar is not None
         return ToolParser(
-            self.form, self.functions, self.parallel, lambda: f"call_{secrets.token_hex(12)}", self.begun, held
+            self.form,
+            self.functions,
+            self.parallel,
+            lambda: f"call_{secrets.token_hex(12)}",
+            self.begun,
+            constrained=self.grammar is not None,
+            alone=self.alone,
         )
 
 
@@ -149,7 +155,8 @@ def toolbox(
             grammar = tag_grammar(calls(form, functions, parallel))
     except GrammarError as error:
         raise bad_request(f"tools: {error}", "tools") from error
-    return Toolbox(form, {function.name: function.schema_ for function in functions}, parallel, grammar)
+    alone = choice not in (None, "auto") or (response_format is not None and response_format.type != "text")
+    return Toolbox(form, {function.name: function.schema_ for function in functions}, parallel, grammar, alone)
 
 
 def free_grammar(

@@ -68,12 +68,24 @@ def pattern_in_json(pattern: str) -> str:
 
 def pattern_of_a_line(pattern: str) -> str:
     """A regular expression of a string of one line, to be put between others. Raises ValueError where the pattern asks
-    for the end of a line."""
+    for the end of a line, or is no expression."""
+    if not _is_closed(pattern):
+        raise ValueError("is no regular expression")
     whole = _WITHOUT_LOOKING_AHEAD.get(pattern, pattern).removeprefix("^")
     if whole.endswith("$") and (len(whole) - len(whole[:-1].rstrip("\\"))) % 2:
         whole = whole[:-1]
     written = _pattern_in(_ON_A_LINE, whole)
     return f"(?:{written})" if "|" in written else written
+
+
+def _is_closed(pattern: str) -> bool:
+    """Whether what stands behind a pattern would be none of it, nor what stands before."""
+    depth = 0
+    for part in _PATTERN_PARTS.finditer(pattern):
+        depth += (part[0] == "(") - (part[0] == ")")
+        if depth < 0 or part[0] == "\\":
+            return False
+    return depth == 0
 
 
 def _pattern_in(writing: _Writing, pattern: str) -> str:
@@ -114,7 +126,7 @@ def _character_in(writing: _Writing, written: str) -> str:
         return written
     if any(first <= code <= last for first, last in writing.others):
         if writing.spelled is None:
-            raise ValueError(f"a pattern asks for {chr(code)!r}, which cannot be written there")
+            raise ValueError(f"asks for {chr(code)!r}, which cannot be written there: leave it out")
         return writing.spelled(code)
     return written if len(written) == 1 or written[1] in _SYNTAX else _written((code, code))
 
@@ -160,7 +172,7 @@ def _class_in(writing: _Writing, members: list[str | tuple[int, int]]) -> str:
                 plain += _written((first, last))
     alternatives = [f"[{plain}]"] * bool(plain) + others
     if not alternatives:
-        raise ValueError("a pattern has a class of characters alone that cannot be written there")
+        raise ValueError("has a class of characters alone that cannot be written there: leave it out")
     return alternatives[0] if len(alternatives) == 1 else f"(?:{'|'.join(alternatives)})"
 
 

@@ -14,7 +14,7 @@ from cluster.wire.completions_told import new_head
 from cluster.wire.prompts import parse_json, read_body
 from cluster.wire.responses_asked import ResponsesBody, as_here
 from cluster.wire.responses_told import response_object
-from cluster.wire.responses_tools import Spaced
+from cluster.wire.responses_tools import Namespaced
 from cluster.wire.sampling import sampling_of, sampling_params
 from cluster.wire.schemas import ChatBody
 from tests.cluster.wire.test_schemas import QWEN, card_for
@@ -105,9 +105,9 @@ def test_functions_of_a_namespace_have_one_name_for_the_model() -> None:
     assert [(tool.function.name, tool.function.description) for tool in tools] == [
         ("weather", None), ("crm__weather", "crm: Customers."), ("crm__now", None), ("mcp__crm__weather", "Looks."),
     ]  # fmt: skip
-    assert body.spaced["crm__now"] == Spaced("crm", "now")
-    assert body.spaced["mcp__crm__weather"] == Spaced("mcp__crm__", "weather")
-    assert "weather" not in body.spaced
+    assert body.namespaced["crm__now"] == Namespaced("crm", "now")
+    assert body.namespaced["mcp__crm__weather"] == Namespaced("mcp__crm__", "weather")
+    assert "weather" not in body.namespaced
     said = messages(input=[{**CALL, "namespace": "crm"}, CALL], tools=[TOOL, GROUP])
     assert [call["function"]["name"] for call in said[0]["tool_calls"]] == ["crm__weather", "weather"]
     told = response_object(new_head("tiny", True), body.repeated(Sampling()), "in_progress")

@@ -17,7 +17,7 @@ from openai.types.responses import Response, ResponseStreamEvent
 
 from cluster.wire.answer import Answer, Piece, joined, requests_for
 from cluster.wire.responses_told import Entries, Output, as_json, dumped, new_response_head, response_events
-from cluster.wire.responses_tools import Spaced
+from cluster.wire.responses_tools import Namespaced
 from cluster.wire.tool_calls import CallDelta
 from tests import plain_http
 from tests.cluster.guarded import Guarded
@@ -120,7 +120,7 @@ def test_a_call_is_complete_where_its_arguments_are() -> None:
 
 
 def test_a_call_tells_the_namespace_of_its_function_apart() -> None:
-    output = Output({"crm__find": Spaced("crm", "find")})
+    output = Output({"crm__find": Namespaced("crm", "find")})
     calls = [CallDelta(0, "{}", "call_0", "crm__find"), CallDelta(1, "{}", "call_1", "find")]
     events = [event for call in calls for event in output.add(Piece(0, (call,)))] + list(output.end("completed"))
     assert [(item.get("namespace"), item["name"]) for item in output.items] == [("crm", "find"), (None, "find")]

@@ -185,7 +185,7 @@ def test_a_listed_text_is_one_and_anything_else_is_not() -> None:
 def test_a_value_of_an_answer_that_is_held_to_its_tags_ends_with_these_alone() -> None:
     value = "a</parameter></function>\n<parameter=c>\n</tool_call>"
     text = f"{CALL}<parameter=text>\n{value}\n</parameter>\n<parameter=list>\n{json.dumps([value])}\n</parameter>\n"
-    _, calls, complete, _ = parsed(list(f"{text}</function>\n</tool_call>"), QWEN_CODER, held=True)
+    _, calls, complete, _ = parsed(list(f"{text}</function>\n</tool_call>"), QWEN_CODER, constrained=True)
     assert ([json.loads(told) for _, _, told in calls], complete) == ([{"text": value, "list": [value]}], True)
 
 

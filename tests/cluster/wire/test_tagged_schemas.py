@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from cluster.errors import ApiError
 from cluster.wire.tagged_arguments import LONGEST_KEY
 from cluster.wire.tagged_schemas import FORMATS, arguments_format
-from cluster.wire.tool_calls import QWEN_CODER
+from cluster.wire.tool_calls import QWEN_CODER, CallDelta
 from cluster.wire.tools import Function, calls
 from tests.cluster.wire.test_tagged_arguments import TEXTS, written
 from tests.cluster.wire.test_tool_calls import parsed
@@ -36,7 +36,19 @@ TAGS = [
     "</parameter><parameter=b>", "</parameter></function>", "<tool_call>\n", "</parameter></tool_call>",
 ]  # fmt: skip
 ENDS = ["</function>\n</tool_call>", "\n</parameter>\n", "$\n</parameter>\n", '"', "}", "]"]
-PIECES = [*TAGS, *ENDS, *'\n <>/="\\{}[],:.-+@ aBz019TZ_é🙂', "null", "true", "None", "12", "\\n", "\\u00e9", "auto"]
+PIECES = [
+    *TAGS,
+    *ENDS,
+    "\u00a0",
+    *'\n <>/="\\{}[],:.-+@ aBz019TZ_é🙂',
+    "null",
+    "true",
+    "None",
+    "12",
+    "\\n",
+    "\\u00e9",
+    "auto",
+]
 
 
 def held(parameters: Any, parallel: bool = False) -> xgrammar.CompiledGrammar:
@@ -81,6 +93,9 @@ VALUES: list[Any] = [
     {"type": ["string", "null"]},
     {"anyOf": [PLAIN, {"type": "null"}]},
     {"anyOf": [PLAIN, {"type": "integer"}, {"type": "array", "items": PLAIN}]},
+    {"anyOf": [{"enum": [" [1]", "a"]}, PLAIN, {"type": "array", "items": PLAIN}]},
+    {"type": ["array", "boolean", "integer", "null", "number", "object", "string"]},
+    {"$ref": "#/$defs/tree/properties/next/anyOf/1"},
     {"anyOf": [{"type": "string", "minLength": 1, "maxLength": 4}, {"type": "object", "additionalProperties": False}]},
     {"anyOf": [{"type": "string", "maxLength": 2}, {"type": "array", "items": {"type": "boolean"}}]},
     {"enum": ["auto", "null", "1", "a\nb", "", "12", "x\n</parameter>\n"]},
@@ -114,16 +129,31 @@ DEFS = {
 NAMES = ["a", "b", "city", 'no "plain" nàme', "<b", "type"]
 
 
+# A schema for all parameters may stand behind something.
+WRAPS = (
+    lambda schema: {"$ref": "#/$defs/all", "$defs": {**DEFS, "all": schema}},
+    lambda schema: {"allOf": [schema], "$defs": DEFS},
+    lambda schema: {"anyOf": [{"$ref": "#/$defs/all"}], "$defs": {**DEFS, "all": schema}},
+)
+
+
 @st.composite
 def objects(draw: st.DrawFn) -> dict[str, Any]:
     properties = draw(st.dictionaries(st.sampled_from(NAMES), st.sampled_from(VALUES), max_size=3))
     required = draw(st.lists(st.sampled_from(sorted(properties)), unique=True)) if properties else []
     other = draw(st.sampled_from([{}, {"additionalProperties": False}]))
-    return {"type": "object", "properties": properties, "required": required, "$defs": DEFS, **other}
+    found = {"type": "object", "properties": properties, "required": required, **other}
+    if not properties:
+        found |= draw(
+            st.sampled_from([{}, {"unevaluatedProperties": PLAIN}, {"additionalProperties": {"type": "number"}}])
+        )
+    if draw(st.booleans()):
+        return {"$defs": DEFS, **found}
+    return draw(st.sampled_from(WRAPS))(found)
 
 
 def check_read(text: str, schema: Any) -> None:
-    said, found, complete, _ = parsed([text], QWEN_CODER, functions={"add": schema}, held=True)
+    said, found, complete, _ = parsed([text], QWEN_CODER, functions={"add": schema}, constrained=True)
     assert (said, complete, len(found)) == ("", True, 1), text
     jsonschema.validate(json.loads(found[0][2]), schema)
 
@@ -211,9 +241,13 @@ def test_parameters_that_the_schema_does_not_name() -> None:
 @pytest.mark.parametrize(
     ("schema", "said"),
     [
-        ({"a": {"minimum": 3}}, "parameter 'a': values of any type"),
+        ({"a": {"minimum": 3}}, "parameter 'a': values of all types"),
+        ({"a": {"$ref": "#/$defs/b"}}, "parameter 'a': a `$ref` leads to nothing"),
+        ({"a": {"anyOf": [{"type": "null"}, {"$ref": "#/properties/b/"}]}, "b": {}}, "a `$ref` leads to nothing"),
+        ({"a": {"type": "string", "pattern": "a)|(b"}}, "`pattern` is no regular expression"),
+        ({"a": {"type": "string", "pattern": "ab\\"}}, "`pattern` is no regular expression"),
         ({"a": {"type": "string", "format": "ipv6"}}, "`format` ipv6 cannot be enforced in this model's tags"),
-        ({"a": {"type": "string", "pattern": "^a\\nb$"}}, "'\\n', which cannot be written there: leave that out"),
+        ({"a": {"type": "string", "pattern": "^a\\nb$"}}, "asks for '\\n', which cannot be written there: leave it"),
         ({"a": {"type": "string", "pattern": "^[\\n]$"}}, "a class of characters alone that cannot be written"),
         ({"a": {"anyOf": [{"type": "string", "pattern": "a"}, {"type": "array"}]}}, "may be a list or an object"),
         ({"a": {"enum": ["a\n</parameter>"]}}, "none of its values can be written"),
@@ -234,15 +268,33 @@ def test_a_parameter_that_cannot_be_kept_is_named(schema: dict[str, Any], said: 
     ("schema", "said"),
     [
         ({"anyOf": [{"type": "object"}, {"type": "object", "properties": {}}]}, "alternatives for all parameters"),
+        ({"type": "object", "enum": [{"a": 1}]}, "`const` and `enum` for all parameters"),
         ({"patternProperties": {"^a": {}}}, "`patternProperties` for all parameters"),
         ({"additionalProperties": True, "propertyNames": {"pattern": "^a"}}, "`propertyNames` for all"),
         ({"properties": {"a": {}}, "minProperties": 1}, "`minProperties` for all"),
+        ({"properties": {"a": {}, "b": {}}, "required": ["a", "a"], "minProperties": 2}, "`minProperties` for all"),
         ({"properties": {"a": {}, "b": {}}, "maxProperties": 1}, "`maxProperties` for all"),
     ],
 )
 def test_what_is_said_of_all_parameters_is_refused(schema: dict[str, Any], said: str) -> None:
     with pytest.raises(GrammarError, match=said):
         arguments_format(schema)
+
+
+def test_a_small_schema_that_says_much_is_refused_before_it_is_all_there() -> None:
+    parameters = {f"p{place}": {"$ref": "#/$defs/many"} for place in range(600)}
+    many = {"enum": [f"value {place}" for place in range(1000)]}
+    with pytest.raises(GrammarError, match="too many or too large"):
+        arguments_format({"type": "object", "properties": parameters, "$defs": {"many": many}})
+
+
+def test_only_those_definitions_stand_beside_a_value_that_it_leads_into() -> None:
+    unused = {f"d{place}": {"enum": ["a" * 1000]} for place in range(50)}
+    defs = {"a/b": {"type": "array", "items": {"$ref": "#/$defs/c"}}, "c": {"type": "integer"}, **unused}
+    lists = {f"p{place}": {"type": "array", "items": {"$ref": "#/$defs/a~1b"}} for place in range(20)}
+    written_down = json.dumps(arguments_format({"type": "object", "properties": lists, "$defs": defs}))
+    assert "aaa" not in written_down
+    assert takes(held({"type": "object", "properties": lists, "$defs": defs}), written("add", {"p3": [[1], []]}))
 
 
 # From here on: requests, and answers of a model.
@@ -291,6 +343,18 @@ def test_an_answer_that_is_held_to_calls_does_not_go_on_within_one() -> None:
         box.behind(CALLS[0][:40])
 
 
+def test_what_an_asked_format_has_in_its_texts_is_no_call() -> None:
+    box = boxed(TOKENIZER, response_format={"type": "json_object"})
+    assert box is not None
+    text = json.dumps({"x": CALLS[1].replace("\n", "")})
+    for pieces in ([text], list(text)):
+        parser = box.parser()
+        told = [part for piece in pieces for part in parser.push(piece)] + [*parser.finish()]
+        assert "".join(map(str, told)) == text
+    parser = box.parser()
+    assert next(part for part in parser.push("\n" + CALLS[1]) if isinstance(part, CallDelta)).name == "now"
+
+
 def test_a_models_calls_fit_with_drafts_and_without(tmp_path: Path) -> None:
     engine = tiny_engine(tmp_path, threads=1)
     box = boxed(TOKENIZER, tool_choice="required")
@@ -306,7 +370,7 @@ def test_a_models_calls_fit_with_drafts_and_without(tmp_path: Path) -> None:
     ended = [text for text, answer in zip(texts, answers, strict=True) if answer.finish.reason is FinishReason.STOP]
     assert len(ended) >= 6
     for text in ended:
-        said, found, complete, _ = parsed([text], QWEN_CODER, functions=box.functions, held=True)
+        said, found, complete, _ = parsed([text], QWEN_CODER, functions=box.functions, constrained=True)
         assert (said, complete) == ("", True)
         assert found
         for _, name, arguments in found:

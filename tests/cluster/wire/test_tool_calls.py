@@ -36,11 +36,11 @@ def parsed(
     parallel: bool = True,
     begun: str = "",
     functions: Mapping[str, Any] = FUNCTIONS,
-    held: bool = False,
+    constrained: bool = False,
 ) -> tuple[str, list[Call], bool, list[str]]:
     """Text, calls, whether the last call is complete, and the text of each push."""
     ids = count()
-    parser = ToolParser(form, functions, parallel, lambda: f"call_{next(ids)}", begun, held)
+    parser = ToolParser(form, functions, parallel, lambda: f"call_{next(ids)}", begun, constrained)
     texts: list[str] = []
     calls: list[list[str]] = []
     outputs = [parser.push(piece) for piece in pieces]
@@ -201,7 +201,7 @@ def test_a_list_is_of_calls_where_the_answer_begins_with_one() -> None:
     one, two = ('{"name": "add", "arguments": {"a": 1}, "id": "abc123def"}', '{"name": "say", "arguments": {}}')
     said, calls, complete, _ = parsed(list(f" [{one},\n{two}]\n"), MISTRAL)
     assert (said, [call[1:] for call in calls], complete) == ("", [("add", '{"a": 1}'), ("say", "{}")], True)
-    for text in ("[1, 2]", f"Well: [{one}]", '[{"a": 1}]', '["add"]', "[", "[]"):
+    for text in ("[1, 2]", one, f"Well: [{one}]", '[{"a": 1}]', '["add"]', "[", "[]"):
         assert parsed(list(text), MISTRAL)[:2] == (text, [])
 
 

@@ -208,6 +208,7 @@ def test_what_calls_without_tags_are_held_to(template: str, opening: str) -> Non
     assert not takes(both, tool_choice={"type": "function", "function": {"name": "now"}})
     for text in (one, both, "Well.", "", f"Well: {one}", answers_of(form, [form.head("weather") + "{}" + form.tail])):
         assert takes(text, **strict)
+    assert takes(now, **strict) or not form.in_list, "no call, since it stands in no list"
     for text in (f"{opening}a", answers_of(form, [form.head("now") + '{"a": 1}' + form.tail])):
         assert not takes(text, **strict)
     assert takes('{"a": 1}', response_format={"type": "json_object"})
