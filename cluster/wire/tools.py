@@ -102,7 +102,7 @@ class Toolbox:
     functions: Mapping[str, Any]
     parallel: bool
     grammar: Grammar | None
-    alone: bool
+    alone: bool = False
     begun: str = ""
 
     def behind(self, begun_answer: str) -> "Toolbox":
