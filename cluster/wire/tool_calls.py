@@ -188,9 +188,11 @@ class ToolParser:
         return self._step in (self._in_arguments, self._in_rest, self._behind_object)
 
     def finish(self) -> tuple[str | CallDelta, ...]:
-        """End the answer. What was held back is text, but for whitespace and a cut tag behind a call."""
+        """End the answer. What was held back is text, but for whitespace and a cut tag behind a call, and for anything
+        behind one where only calls may be."""
         behind_call = self._step == self._behind_object or (self._step == self._in_text and self.calls)
-        if not (self._step == self._behind_object or (behind_call and self._held.isspace())):
+        calls_alone = self._constrained and self._alone and self.calls
+        if not (self._step == self._behind_object or calls_alone or (behind_call and self._held.isspace())):
             self._say(self._lead + self._held)
         self._held = self._lead = ""
         return self._out()

@@ -205,6 +205,17 @@ def test_a_list_is_of_calls_where_the_answer_begins_with_one() -> None:
         assert parsed(list(text), MISTRAL)[:2] == (text, [])
 
 
+@pytest.mark.parametrize("form", FORMS, ids=["hermes", "llama", "mistral"])
+def test_where_only_calls_may_come_one_that_is_cut_before_it_began_is_no_text(form: ToolFormat) -> None:
+    first = ("say", '{"words": "a"}')
+    answer = answer_of(form, [first, ("add", '{"a": 1}')])
+    for place in range(answer.index(first[1]) + 1, len(answer) + 1):
+        parser = ToolParser(form, FUNCTIONS, True, str, constrained=True, alone=True)
+        told = [*parser.push(answer[:place]), *parser.finish()]
+        assert [part for part in told if isinstance(part, str)] == [], answer[:place]
+        assert parser.calls == 1 + (answer.rindex('{"a"') < place)
+
+
 def test_a_run_of_white_space_costs_no_more_than_other_text() -> None:
     """It is held back, since a call may follow, and must not be looked through from each of its characters."""
     began = time.process_time()
