@@ -131,21 +131,25 @@ def check_memory(options: ServeOptions, sources: Mapping[str, ModelSource]) -> N
     Reads headers only.
     """
     with quick_imports():
+        from tidar_core.kernels.cpu import packs_matrices
         from tidar_core.model.configuration import load_config
         from tidar_core.model.footprint import weights_bytes
 
-    engines, needed = 0, 0.0
+    counts, needed = list[int](), 0.0
     for served in options.served.values():
-        config, count = served.config, served.engines if options.max_replicas is None else options.min_replicas
+        config = served.config
         shape = load_config(sources[config.model], stated_architecture(config.adapter))
-        engines += count
-        needed += count * weights_bytes(sources[config.model], shape, config.dtype)
-    free = free_memory()
+        # One comes up even of a model that may sleep (`replica_count`).
+        counts.append(served.engines if options.max_replicas is None else max(1, options.min_replicas))
+        packed = packs_matrices(shape, config.page_size)
+        needed += counts[-1] * weights_bytes(sources[config.model], shape, config.dtype, packed)
+    free, engines = free_memory(), sum(counts)
     if engines > 1 and needed > free and not psutil.MACOS:  # which lends as much of its disk as is needed
-        fewer = "--replicas" if options.max_replicas is None else "--min-replicas"
+        fewer = "lower --replicas, " if options.max_replicas is None else "lower --min-replicas, "
+        ways = fewer * (max(counts) > 1) + "serve fewer models, " * (len(counts) > 1)
         raise ConfigError(
             f"the weights of {engines} engines take {needed / GIB:.1f} GiB of memory, and {free / GIB:.1f} GiB are "
-            f"free: free some, lower {fewer}, serve in fewer bits (--dtype), or take a smaller model"
+            f"free: free some, {ways}serve in fewer bits (--dtype), or take a smaller model"
         )
 
 

@@ -203,15 +203,17 @@ class Directory:
     async def _one_comes(self) -> bool:
         """Whether a replica answers a call, which Serve starts one for, and comes to that though nobody waits any
         more. Raises what else the call fails of."""
+        failed = False
         try:
             await self._answer(ANYWHERE, CALL_AGAIN_SECONDS, "alive", self._name, self._count())
         except TimeoutError:
-            self._failed = False
+            return False
         except DeploymentUnavailableError:
-            self._failed = True
-        else:
-            return True
-        return False
+            failed = True
+            return False
+        finally:
+            self._failed = failed  # whatever it ended with: one that is lost had found a replica
+        return True
 
     def silence(self, name: str) -> None:
         """Take a replica for silent until it answers again."""

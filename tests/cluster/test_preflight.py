@@ -11,6 +11,7 @@ from cluster.options import ServeOptions
 from cluster.preflight import check_memory, check_options, check_paths, check_visible
 from tests.servers import tiny_model
 from tidar_core.config import ConfigError
+from tidar_core.kernels.cpu import packs_matrices
 from tidar_core.model.configuration import load_config
 from tidar_core.model.footprint import weights_bytes
 from tidar_core.model.sources import find_model
@@ -69,10 +70,18 @@ def test_what_lies_at_home_is_looked_at_too(part: str, tmp_path: Path, monkeypat
     ("given", "engines", "mend"),
     [
         ({"replicas": 2}, 2, "lower --replicas"),
-        ({"models": {"other": {"replicas": 2}}}, 3, "lower --replicas"),
+        ({"models": {"other": {"replicas": 2}}}, 3, "lower --replicas, serve fewer models"),
+        ({"models": {"other": {}}}, 2, "serve fewer models"),
         ({"min_replicas": 2, "max_replicas": 9}, 2, "lower --min-replicas"),
+        (
+            {"min_replicas": 2, "max_replicas": 9, "models": {"other": {}}},
+            4,
+            "lower --min-replicas, serve fewer models",
+        ),
+        ({"min_replicas": 0, "max_replicas": 9, "models": {"other": {}}}, 2, "serve fewer models"),
         ({}, 1, None),  # which tells it itself
         ({"min_replicas": 1, "max_replicas": 9}, 1, None),
+        ({"min_replicas": 0, "max_replicas": 9}, 1, None),
     ],
 )
 def test_engines_that_start_together_must_fit_into_memory_together(
@@ -85,12 +94,15 @@ def test_engines_that_start_together_must_fit_into_memory_together(
     for other in given.get("models", {}).values():
         other["model"] = str(model)
     options = read_options(ServeOptions, given)
-    needed = round(engines * weights_bytes(source, load_config(source), "bfloat16"))
+    shape = load_config(source)
+    needed = round(engines * weights_bytes(source, shape, "bfloat16", packs_matrices(shape, 16)))
     monkeypatch.setattr(preflight, "free_memory", lambda: needed)
     check_memory(options, {str(model): source})
     monkeypatch.setattr(preflight, "free_memory", lambda: needed - 1)
     if mend is None:
         check_memory(options, {str(model): source})
         return
-    with pytest.raises(ConfigError, match=f"weights of {engines} engines take .* GiB are free: free some, {mend}"):
+    with pytest.raises(
+        ConfigError, match=f"weights of {engines} engines take .* GiB are free: free some, {mend}, serve in"
+    ):
         check_memory(options, {str(model): source})

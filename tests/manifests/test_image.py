@@ -5,7 +5,7 @@ import sys
 from importlib.metadata import distribution
 from pathlib import Path
 
-from cluster.operate.deploy import SHORT_WAYS
+from cluster.operate.deploy import LEAN, SHORT_WAYS
 from cluster.operate.ray_cluster import OWN_PROCESSES
 from tests.manifests.ray_cluster import MANIFESTS, ray_environment
 from tests.servers import REPOSITORY
@@ -99,5 +99,8 @@ def test_so_do_those_of_a_ray_that_is_started_by_hand() -> None:
     by_hand = ray_environment()
     assert by_hand.items() >= (SHORT_WAYS | OWN_PROCESSES).items()
     service = (MANIFESTS / "kuberay" / "base" / "rayservice.yaml").read_text(encoding="utf-8")
-    for name in set(by_hand) - set(SHORT_WAYS) - set(OWN_PROCESSES) - {"RAY_AUTH_MODE"}:
+    monitor = "RAY_memory_monitor_refresh_ms"
+    assert by_hand[monitor] == LEAN[monitor]
+    assert monitor not in service, "a pod that has no memory left ends as a whole"
+    for name in set(by_hand) - set(SHORT_WAYS) - set(OWN_PROCESSES) - {"RAY_AUTH_MODE", monitor}:
         assert f'name: {name}, value: "{by_hand[name]}"' in service

@@ -16,7 +16,7 @@ from tidar_core.model.loading import load_weights, numbers_to_load
 from tidar_core.model.sources import ModelSource
 from tidar_core.model.tokenizer import load_tokenizer, with_all_ends
 from tidar_core.model.weights import ModelWeights, all_tensors, widened
-from tidar_core.transfer import enough_memory
+from tidar_core.transfer import enough_memory, give_back_memory
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +40,7 @@ def load_base_weights(base: Base, dtype: DTypeName, screen: Screen) -> tuple[Bas
     memory, and swap on a CPU, does not hold them: the system would end this process, or another, without a word."""
     name = base.source.name
     needed = sum(numbers_to_load(base.source, base.config)) * getattr(torch, dtype).itemsize
+    give_back_memory(base.device)  # of what generated the documents
     free = free_memory_and_swap()
     if base.device.type == "cpu" and needed > free and not psutil.MACOS:  # which lends as much of its disk as is needed
         raise ConfigError(

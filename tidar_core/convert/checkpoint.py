@@ -25,7 +25,7 @@ class Progress:
     """Where a training is. step: optimizer steps taken. epoch: times that all documents were gone through; place: how
     many of them were used since; documents: how many there are. seconds: spent on training. rows: mask rows trained.
     best: highest tokens per step on held-out documents; stale: measurements without gain since then. held_out: digest
-    of those documents; empty before the first run, and in checkpoints of versions that did not keep it."""
+    of those documents; empty before the first measurement, and in checkpoints of versions that did not keep it."""
 
     step: int = 0
     epoch: int = 0
@@ -37,12 +37,12 @@ class Progress:
     stale: int = 0
     held_out: str = ""
 
-    def measured_on(self, held_out: str) -> None:
+    def compare_on(self, held_out: str) -> None:
         """To be called with the digest of the held-out documents when a run begins. Where it is another than before,
-        earlier measurements do not compare and are forgotten."""
+        earlier measurements do not compare and are forgotten. It is kept with the first measurement alone: a run that
+        ended before that has left in the output folder what was measured on other documents."""
         if self.held_out not in ("", held_out):
             self.best, self.stale = 0.0, 0
-        self.held_out = held_out
 
     def knows(self, kept: float) -> None:
         """To be called when a run goes on: what lies in the output folder measured `kept` tokens per step, 0 where
@@ -55,8 +55,10 @@ class Progress:
         if used < SETTLED:
             self.stale = 0
 
-    def take(self, found: float, counts: bool) -> None:
-        """Takes note of a measurement. counts: whether one without gain brings the training's end nearer."""
+    def take(self, found: float, held_out: str, counts: bool) -> None:
+        """Takes note of a measurement on the documents with this digest. counts: whether one without gain brings the
+        training's end nearer."""
+        self.held_out = held_out
         self.stale = 0 if found > self.best * (1 + LEAST_GAIN) else self.stale + counts
         self.best = max(self.best, found)
 

@@ -57,6 +57,13 @@ class FullRun:
     screen: Screen
     saves: SavePace = field(default_factory=lambda: SavePace(time.monotonic()))
 
+    @property
+    def judged_on(self) -> str:
+        """Stands for the documents that are measured on: other documents, or parts of them, give another."""
+        # Earlier versions digested tokens alone: what they measured on documents that are learnt from as a whole holds.
+        parts = [(tokens,) if own[1:].all() else (tokens, own) for tokens, own in self.judged]
+        return digest_of(column for part in parts for column in part)
+
 
 def train_full(
     base: Base, corpus: Corpus, config: FullConfig, budget: Budget, out: Path, work: Path, screen: Screen
@@ -120,9 +127,7 @@ def begin(base: Base, corpus: Corpus, config: FullConfig, out: Path, work: Path,
     mask = add_mask(model, base.tokenizer)
     run = FullRun(base, FullTraining(model.to(base.device), mask, config, sampler), judged, out, work, screen)
     resume(run)
-    # Earlier versions digested tokens alone: what they measured on documents that are learnt from as a whole holds.
-    parts = [(tokens,) if own[1:].all() else (tokens, own) for tokens, own in judged]
-    run.training.progress.measured_on(digest_of(column for part in parts for column in part))
+    run.training.progress.compare_on(run.judged_on)
     return run
 
 
@@ -165,7 +170,7 @@ def measure(run: FullRun, counts: bool) -> tuple[FullDrafts, bool]:
     found = measure_full(training.model, run.judged, training.mask, training.config)
     training.model.train()
     best = found.tokens_per_step > progress.best  # for one as good as the best a whole model is not written again
-    progress.take(found.tokens_per_step, counts)
+    progress.take(found.tokens_per_step, run.judged_on, counts)
     run.screen.line(
         f"step {progress.step:,}: {found.tokens_per_step:.3f} tokens per step on {len(run.judged)} held-out documents"
         f"{', kept' if best else ''}"

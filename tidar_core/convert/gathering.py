@@ -80,7 +80,7 @@ def gather(options: ConvertOptions, base: Base, screen: Screen) -> tuple[Corpus,
     if text_alone or (not prompts and _has_all(goal, store)):
         if not text_alone and store.header.model != base.source.name:
             screen.line(f"{options.shards} holds the words of {store.header.model}: they are trained on as they are")
-        if not text_alone:
+        if not text_alone and (store.header.model, store.header.seed) == (header.model, header.seed):
             cut_growing(base.tokenizer, plan, store)
         _add_text(gathering)
         useful = True

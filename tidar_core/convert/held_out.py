@@ -21,8 +21,8 @@ from tidar_core.model.weights import AdapterWeights
 
 WINDOW = 48  # context ends judged in each of so many documents; more in each where there are fewer
 DOCUMENTS = 64
-# On a CPU, a model with more numbers in its layers is measured on fewer documents: else that would take longer than
-# the training between two measurements.
+# On a CPU, a model that computes a token with more numbers in its layers is measured on fewer documents: else that
+# would take longer than the training between two measurements.
 CPU_NUMBERS, FEWEST_DOCUMENTS = 2e8, 8
 TOKENS_AT_ONCE = 4096
 BLOCKS_AT_ONCE = {"cpu": 64, "cuda": 256}
@@ -66,7 +66,7 @@ class HeldOut:
 
 
 def documents_to_measure(device: torch.device, numbers: int) -> int:
-    """How many documents a drafter is measured on, for a model with so many numbers in its layers."""
+    """How many documents a drafter is measured on, where a token is computed with so many numbers of the layers."""
     if device.type != "cpu":
         return DOCUMENTS
     return max(FEWEST_DOCUMENTS, min(DOCUMENTS, int(DOCUMENTS * CPU_NUMBERS / numbers)))

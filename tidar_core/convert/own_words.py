@@ -275,7 +275,8 @@ def gather_own_words(
 
 def cut_growing(tokenizer: PreTrainedTokenizerFast, plan: DocumentPlan, store: ShardStore) -> None:
     """Ends what an earlier run has left on its way, where nothing more is to be generated: what is long enough is
-    learnt from as it is. Answers to prompts stay as they are. Raises ConfigError where the disk is full."""
+    learnt from as it is. Answers to prompts stay as they are. Only for the model and the seed that the store has: else
+    other jobs would be taken for those that were on their way. Raises ConfigError where the disk is full."""
     stored = store.read()
     left = _left_growing(store.directory, tokenizer, stored)
     books = _Books(store, len(stored.corpus), 0, 0.0, HOPELESS, lambda seconds: None)

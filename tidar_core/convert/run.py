@@ -49,7 +49,7 @@ from tidar_core.convert.trainer import (
 from tidar_core.convert.vocabulary import Vocabulary
 from tidar_core.model.adapter import WEIGHTS_FILE, shape_of
 from tidar_core.model.dense import check_dense
-from tidar_core.model.loading import numbers_to_load
+from tidar_core.model.footprint import numbers_a_token
 from tidar_core.model.sources import find_model
 from tidar_core.model.weights import AdapterWeights
 from tidar_core.transfer import choose_device, enough_memory
@@ -70,7 +70,7 @@ def train_gathered(options: ConvertOptions, spent: float, screen: Screen, crew: 
     longest, block = base.config.max_positions, options.train.block
     anchors = anchor_counts(corpus, learnt.tolist(), block, longest)
     sampler = Sampler(corpus.document, anchors, longest, options.train.seed)
-    most = documents_to_measure(base.device, numbers_to_load(base.source, base.config)[0])
+    most = documents_to_measure(base.device, numbers_a_token(base.source, base.config))
     windows = choose_windows(corpus, held_out.tolist(), block, longest, most)
     check_documents(sampler, windows, crew)  # before the weights are read, which may take minutes
     identity, weights = load_base_weights(base, options.dtype, screen)

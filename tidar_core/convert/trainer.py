@@ -181,7 +181,7 @@ def train_drafter(
     if progress.step:
         watch.kept(progress)
         progress.best = crew.agree(progress.best)
-    progress.measured_on(judged_on)
+    progress.compare_on(judged_on)
     progress.goes_on(budget.used(progress))
     sizes = blocks_ahead(config.block_sizes, config.block, budget.used(progress))
     with enough_memory("it does not hold what proves the kernels, free some of it"):
@@ -194,7 +194,7 @@ def train_drafter(
                 if over or pace.due(progress):
                     began = time.monotonic()
                     try:
-                        training.measure(data.held_out, pace.counts(budget.used(progress)), asked)
+                        training.measure(data.held_out, judged_on, pace.counts(budget.used(progress)), asked)
                     except Abandoned:
                         break
                     seconds = crew.agree(time.monotonic() - began)
@@ -251,9 +251,10 @@ class _Training:
             save_training(self.directory, self.settings, self.progress, self.names, self.tensors, self.optimizer)
         return self.saves.saved(began, time.monotonic())
 
-    def measure(self, held_out: HeldOut, counts: bool, abandon: Callable[[], bool]) -> None:
-        """Measures tokens per step on held-out documents, and hands the drafter to the caller. counts: see `Pace`.
-        Raises Abandoned soon after `abandon` has become true: a large model takes minutes."""
+    def measure(self, held_out: HeldOut, judged_on: str, counts: bool, abandon: Callable[[], bool]) -> None:
+        """Measures tokens per step on held-out documents, and hands the drafter to the caller. judged_on: the digest of
+        those documents, one for all workers; counts: see `Pace`. Raises Abandoned soon after `abandon` has become true:
+        a large model takes minutes."""
         drafter = map_tensors(self.adapter, lambda tensor: tensor.detach().to(self.base.dtype))
         with enough_memory("it does not hold the held-out documents that are measured on, free some of it"):
             result = measure_held_out(
@@ -262,7 +263,7 @@ class _Training:
         progress = self.progress
         found = self.crew.agree(result.tokens_per_step)
         best = found >= progress.best  # one as good as the best has learnt more, and a drafter is quickly written
-        progress.take(found, counts)
+        progress.take(found, judged_on, counts)
         # Saved before the caller keeps it: a run that went on from an older checkpoint could replace it by a worse one.
         if best:
             self.save()

@@ -1,6 +1,5 @@
 """From what a user chose to an engine that is ready to serve."""
 
-import ctypes
 import gc
 from collections.abc import Callable
 from concurrent.futures import wait
@@ -53,7 +52,7 @@ from tidar_core.model.sources import ModelSource, find_model, from_home
 from tidar_core.model.tokenizer import load_tokenizer, with_all_ends
 from tidar_core.model.weights import ModelWeights, pack_adapter, pack_layer
 from tidar_core.request import Sampling
-from tidar_core.transfer import arithmetic_dtype, choose_device, enough_memory
+from tidar_core.transfer import arithmetic_dtype, choose_device, enough_memory, give_back_memory
 
 _DECIDES_COST = frozenset(("kind", "rank", "projections", "slot_head", "block_length"))  # of a drafter's own account
 
@@ -172,7 +171,7 @@ def _load(
     dtype = arithmetic_dtype(config.dtype)
     ops, kv_dtype = in_8_bits(config, ops_for(config, model, dtype, device, report), dtype, report)
     if device.type == "cpu":
-        _check_memory(config, source, model)
+        _check_memory(config, source, model, packed=ops.pack_head is not REFERENCE_OPS.pack_head)
     prints = Prints()
     with enough_memory(f"it does not hold the weights of {source.name}: take a smaller model, or a larger GPU"):
         weights = load_weights(
@@ -190,26 +189,17 @@ def _load(
         weights = replace(weights, head=ops.pack_head(weights.head))
         drafter = pack_adapter(adapter.weights, ops.pack_adapter, ops.pack) if adapter else None
     adapter = replace(adapter, weights=drafter) if adapter and drafter else None  # nothing holds what was packed
-    _give_back_memory(device)
+    give_back_memory(device)
     return _Loaded(model, base, all_of_it, weights, adapter, vocabulary, ops, kv_dtype)
 
 
-def _give_back_memory(device: torch.device) -> None:
-    """What packing has freed counts as free memory for the pages."""
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
-    elif psutil.LINUX:  # glibc keeps what was freed of matrices under 32 MiB between those that stay
-        trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-        if trim is not None:
-            trim(0)
-
-
-def _check_memory(config: EngineConfig, source: ModelSource, model: ModelConfig) -> None:
+def _check_memory(config: EngineConfig, source: ModelSource, model: ModelConfig, packed: bool) -> None:
     """Raises ConfigError where what is served plainly does not fit: the system would end this process, or another,
-    without a word after minutes of reading. Swap, on which nothing could be served, is not counted."""
+    without a word after minutes of reading. Swap, on which nothing could be served, is not counted. packed: as in
+    `weights_bytes`."""
     if psutil.MACOS:  # which lends as much of its disk as is needed
         return
-    needed, free = weights_bytes(source, model, config.dtype), free_memory()
+    needed, free = weights_bytes(source, model, config.dtype, packed), free_memory()
     if needed > free:
         raise ConfigError(
             f"{source.name} takes {needed / GIB:.1f} GiB of memory in {config.dtype}, and {free / GIB:.1f} GiB are "

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tidar_core.config import Experts, ModelConfig, RoundedDType
-from tidar_core.kernels.cpu_build import LANES, CompileError, Part, compiled_libraries
+from tidar_core.kernels.cpu_build import LANES, CompileError, Part, compiled_libraries, compiler
 from tidar_core.kernels.cpu_calls import SUFFIXES, Suffix, address
 from tidar_core.kernels.cpu_experts import bind_mix_experts
 from tidar_core.kernels.cpu_pack import INT4_GROUP, of_each, pack, pack_int4, pack_int8
@@ -54,6 +54,16 @@ def _packs_rounded(config: ModelConfig, rounded: RoundedDType) -> bool:
     """Whether all matrices can be kept in fewer bits; those of 4 have groups of 32 inputs."""
     inputs = (config.hidden_size, config.heads * config.head_dim, *inner_sizes(config))
     return _packs_whole(config) and (rounded == "int8" or all(size % INT4_GROUP == 0 for size in inputs))
+
+
+def packs_matrices(config: ModelConfig, page_size: int) -> bool:
+    """Whether the CPU's operations have matrices laid out for their products, as far as that is known before anything
+    is compiled."""
+    try:
+        compiler()
+    except CompileError:
+        return False
+    return supports(config, page_size) and _packs_whole(config)
 
 
 def unpacked_linear(

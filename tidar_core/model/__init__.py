@@ -16,7 +16,7 @@
     sampling_defaults.py how its makers want it sampled
     stacked.py   experts that a file has in two tensors a layer
     loading.py   its weights, fused for the decoder
-    footprint.py     how much memory they take
+    footprint.py     how much memory they take, and how much work a token is
     fingerprint.py   which weights these are, told of one by one as they are read
     dense.py     transformers' own model of the same checkpoint: to compare with, to train, to save
     float8.py    matrices and K/V in 8 bits: what is kept of a number

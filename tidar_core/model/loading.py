@@ -27,6 +27,7 @@ from tidar_core.model.rope import paired_as_stored
 from tidar_core.model.sources import ModelSource, read_json, refuse_lora
 from tidar_core.model.stacked import InStack, in_stack
 from tidar_core.model.weights import LayerWeights, ModelWeights, layer_tensors
+from tidar_core.transfer import enough_memory
 
 _BARE = "model."
 _NORMS: dict[Norms, dict[str, str]] = {  # what the decoder calls them, and what transformers does
@@ -177,13 +178,14 @@ class _SafetensorsCheckpoint:
         self.files: dict[str, Any] = {}
         for path in _weight_files(directory):
             try:
-                file = stack.enter_context(safe_open(path, framework="pt"))
+                with enough_memory(f"it has no room for {path}: raise that limit, or take a smaller model"):
+                    file = stack.enter_context(safe_open(path, framework="pt"))
             except FileNotFoundError:
                 raise ConfigError(f"{path} is not there: download it again") from None
             except SafetensorError as error:
                 why = one_line(error)
                 raise ConfigError(f"{path} is not a readable safetensors file ({why}): download it again") from None
-            except (OSError, RuntimeError) as error:  # the latter where there is no room to map it
+            except OSError as error:
                 raise ConfigError(f"{path} cannot be read ({one_line(error)})") from None
             self.files.update(dict.fromkeys(file.keys(), file))
         self.wholes = _stems(self.files, _HEAD)

@@ -34,12 +34,12 @@ def told(card: ModelCard) -> Any:
 class Handle:
     """Stands for the engine's handle: `there` run, and `hung` of them give no answer. Methods are asked of one that a
     call's route allows, as by the router. failed: no replica will come, which only those calls are told that are made
-    from then on; `calling` of those before wait for one."""
+    from then on; `calling` of those before wait for one. dies: the replica that a call found dies over it."""
 
     def __init__(self, there: set[str], card: ModelCard, hung: frozenset[str] = frozenset()) -> None:
         self.there, self.hung, self.card = there, hung, card
         self.woken = self.calling = 0
-        self.failed = False
+        self.failed = self.dies = False
         self.lengths: dict[str, int] = {}
         self._method = ""
 
@@ -64,6 +64,8 @@ class Handle:
     async def answer(self, method: str, route: Route, *args: object) -> Any:
         if self.failed and not self.there:
             raise DeploymentUnavailableError(DeploymentID("Engine", "api"))
+        if self.dies:
+            raise LookupError
         self.woken += not self.there
         self.calling += 1
         try:

@@ -296,21 +296,56 @@ def test_a_model_that_failed_to_start_may_sleep_once_it_was_there(card: ModelCar
     asyncio.run(run())
 
 
+def test_a_model_whose_new_engine_is_lost_has_not_failed_to_start(
+    card: ModelCard, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another comes: who asks meanwhile waits for it, and is not told of what was before."""
+    monkeypatch.setattr(room, "POLL_SECONDS", 0.02)
+
+    async def run() -> None:
+        handle = Handle(set(), card)
+        handle.failed = True
+        directory = Directory(handle, Wake(seconds=60, most=2))  # type: ignore[arg-type]
+        with pytest.raises(ApiError, match="failed to start"):
+            await directory.awake()
+        handle.failed, handle.dies = False, True
+        asked = asyncio.create_task(directory.awake())
+        async with asyncio.timeout(10):
+            while not (directory.serves and directory.sleeps):
+                await asyncio.sleep(0.01)
+            assert not asked.done()
+            handle.dies, handle.there = False, {"r0"}
+            assert told((await asked)[0]) == told(card)
+        await directory.stop()
+
+    asyncio.run(run())
+
+
+def test_who_waited_in_vain_is_told_for_how_long_and_where_to_look(card: ModelCard) -> None:
+    async def run() -> None:
+        directory = Directory(Handle(set(), card), Wake(seconds=0.3, most=2))  # type: ignore[arg-type]
+        with pytest.raises(ApiError, match=r"no engine of it was up within 0.3 s\..*`serve status`"):
+            await directory.awake()
+        await directory.stop()
+
+    asyncio.run(run())
+
+
 def test_nobody_is_called_for_any_more_where_nobody_waits(card: ModelCard, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(room, "CALL_AGAIN_SECONDS", 0.05)
 
     async def run() -> None:
         handle = Handle(set(), card)
-        directory = Directory(handle, Wake(seconds=0.3, most=2))  # type: ignore[arg-type]
-        with pytest.raises(ApiError, match=r"no engine of it was up within 0.3 s\..*`serve status`"):
-            await directory.awake()
+        directory = Directory(handle, Wake(seconds=60, most=2))  # type: ignore[arg-type]
+        asked = asyncio.create_task(directory.awake())
         async with asyncio.timeout(10):
-            while handle.calling:
+            while handle.woken < 2:
                 await asyncio.sleep(0.01)
-        called = handle.woken
-        assert called > 1
-        await asyncio.sleep(0.2)
-        assert handle.woken == called
+            asked.cancel()
+            called = 0
+            while handle.calling or handle.woken != called:  # until nobody has called for a while
+                called = handle.woken
+                await asyncio.sleep(0.2)
         await directory.stop()
 
     asyncio.run(run())

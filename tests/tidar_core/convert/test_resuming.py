@@ -4,6 +4,7 @@ import errno
 import json
 import math
 import os
+import signal
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -161,6 +162,25 @@ def test_with_other_held_out_documents_the_drafter_is_judged_anew(tiny, corpus, 
     assert progress.best == kept[1][0] < 3.9
     train(tiny, grown, tmp_path, 4, measured=measured)
     assert kept[2] == kept[1]
+
+
+def test_what_was_measured_on_other_documents_is_not_taken_for_what_was_not_measured_yet(tiny, corpus, tmp_path):
+    """A run that ended before its first measurement has left the drafter of before in the output folder."""
+    train(tiny, corpus, tmp_path, 4)
+    recorded(tmp_path, best=3.9, stale=5)
+    grown = corpus_of([corpus.document(index) for index in range(len(corpus))] + random_documents(200, seed=9))
+
+    def ended(report) -> None:
+        os.kill(os.getpid(), signal.SIGINT)
+
+    with pytest.raises(KeyboardInterrupt):
+        train(tiny, grown, tmp_path, 100, replace(CONFIG, measure_every=50), step=ended)
+    bests: list[bool] = []
+    train(
+        tiny, grown, tmp_path, 5, measured=lambda *found: bests.append(found[-1]),
+        kept=lambda progress: progress.knows(3.9),
+    )  # fmt: skip
+    assert bests == [True]
 
 
 def test_where_the_best_is_gone_the_next_best_is_kept(tiny, corpus, tmp_path):

@@ -5,10 +5,12 @@ from pathlib import Path
 import pytest
 
 from tests.tidar_core.convert.documents import HEADER
-from tests.tidar_core.convert.trained import SMALL, run_command
+from tests.tidar_core.convert.trained import BRIEF, SMALL, run_command
+from tests.tiny import tiny_checkpoint
 from tidar_core.config import ConfigError
 from tidar_core.convert import run
 from tidar_core.convert.checkpoint import Progress
+from tidar_core.convert.growing import Growing, read_growing, write_growing
 from tidar_core.convert.options import ConvertOptions
 from tidar_core.convert.shards import ShardStore
 from tidar_core.convert.spent import SPENT_FILE, Spent, left_for_training, most_gathering
@@ -169,3 +171,19 @@ def test_a_training_on_the_words_of_others_is_not_taken_for_one_of_those(tmp_pat
         if len(budgets) == 1:
             checkpoint_in(tmp_path / "out.work")
     assert budgets == [60.0, 60.0]
+
+
+def test_what_was_on_its_way_is_ended_for_its_own_model_and_seed_alone(tmp_path, gathered, budgets):
+    """By another seed or another template it would be taken for another conversation."""
+    model, data = gathered
+    other = tiny_checkpoint(tmp_path / "other", seed=1, **BRIEF)
+    kept = [Growing(number=10**6, prompt="", heard=(), said=(5, 6, 7))]
+    write_growing(data, kept)
+    for name, of, seed in (("a", model, 1), ("b", other, 0), ("c", model, 0)):
+        assert read_growing(data) == kept
+        assert 10**6 not in ShardStore(data, HEADER).read().done
+        status, output = run_command(of, "--out", tmp_path / name, "--data", data, "--seed", seed, *SMALL)
+        assert status == 0, output
+    assert read_growing(data) == []
+    assert 10**6 in ShardStore(data, HEADER).read().done
+    assert len(budgets) == 3

@@ -22,7 +22,7 @@ from tidar_core.model import loading, sources
 from tidar_core.model.adapter_config import read_adapter_config
 from tidar_core.model.configuration import load_config
 from tidar_core.model.fingerprint import fingerprint
-from tidar_core.model.loading import load_weights, shapes_to_load
+from tidar_core.model.loading import load_weights, numbers_to_load, shapes_to_load
 from tidar_core.model.sources import find_model, hub_id_of
 from tidar_core.model.tokenizer import load_tokenizer
 
@@ -426,10 +426,15 @@ def test_a_file_that_there_is_no_room_to_map_is_a_line(tmp_path, monkeypatch):
     path = tiny_checkpoint(tmp_path / "model")
     source = find_model(str(path))
     config = load_config(source)
+    told = [RuntimeError("unable to mmap 3087467144 bytes: Cannot allocate memory (12)"), MemoryError()]
 
     def refused(*given, **how):
-        raise RuntimeError("unable to mmap 3087467144 bytes: Cannot allocate memory (12)")
+        raise told.pop()
 
     monkeypatch.setattr(loading, "safe_open", refused)
-    with pytest.raises(ConfigError, match=r"model.safetensors cannot be read \(unable to mmap .* allocate memory"):
-        load_weights(source, config, torch.float32, "cpu")
+    for reads in (numbers_to_load, shapes_to_load):
+        with pytest.raises(ConfigError, match=r"^the memory that .* is full .*model.safetensors: raise that limit, or"):
+            reads(source, config)
+    told.append(RuntimeError("something else"))
+    with pytest.raises(RuntimeError, match="something else"):
+        shapes_to_load(source, config)

@@ -13,17 +13,35 @@ from tests.tiny import tiny_adapter, tiny_checkpoint, tiny_gguf
 from tidar_core.bench.drive import answer_all
 from tidar_core.bench.exact import greedy_params
 from tidar_core.config import Architecture, ConfigError, EngineConfig, ServedDType
-from tidar_core.engine import load_engine, start
+from tidar_core.engine import load_engine, ops_choice, start
+from tidar_core.kernels import cpu
+from tidar_core.kernels.cpu import packs_matrices
+from tidar_core.kernels.cpu_build import CompileError
 from tidar_core.kernels.cpu_pack import of_each, pack_int8
 from tidar_core.kernels.reference import as_it_is
 from tidar_core.model.adapter import identify_base
 from tidar_core.model.configuration import load_config
 from tidar_core.model.fingerprint import Prints, fingerprint, prints_of
+from tidar_core.model.footprint import numbers_a_token, weights_bytes
 from tidar_core.model.loading import load_weights, numbers_to_load
 from tidar_core.model.sources import find_model
 from tidar_core.model.tokenizer import load_tokenizer
-from tidar_core.model.weights import LayerWeights, ModelWeights, all_tensors, pack_layer, pack_model, widened
+from tidar_core.model.weights import (
+    LayerWeights,
+    ModelWeights,
+    all_tensors,
+    numbers_a_row,
+    pack_layer,
+    pack_model,
+    widened,
+)
 
+SHAPES = [("qwen3", {}), ("qwen3", {"tied": False}), ("qwen3_moe", {}), ("gemma3_text", {})]
+UNPACKED = [  # their sizes are no multiples of 32
+    ("qwen3", {"vocab": 528}),
+    ("qwen3", {"vocab": 528, "tied": False}),
+    ("gemma3_text", {"vocab": 528}),
+]
 MODELS = [("llama", {}), ("qwen3", {"tied": False}), ("qwen2_moe", {"tied": False}), ("gemma3_text", {})]
 
 
@@ -148,11 +166,11 @@ def test_a_model_that_memory_does_not_hold_is_refused_in_a_line_before_it_is_rea
     path = tiny_checkpoint(tmp_path / "model", "qwen3", tied=tied)
     source = find_model(str(path))
     config = load_config(source)
-    in_layers, beside = numbers_to_load(source, config)
+    in_layers, _ = numbers_to_load(source, config)
     number = 4 if dtype == "float32" else 2
-    needed = int(in_layers * {"int8": 1, "int4": 10 / 16}.get(dtype, number)) + beside * number
-    if tied:  # it is packed, and the embedding stays
-        needed += config.vocab_size * config.hidden_size * (1 if dtype in ("int8", "int4") else number)
+    needed = int(in_layers * {"int8": 1, "int4": 10 / 16}.get(dtype, number)) + config.hidden_size * number
+    # The head is packed where it is tied, too, and the embedding stays.
+    needed += config.vocab_size * config.hidden_size * (number + (1 if dtype in ("int8", "int4") else number))
     chosen = EngineConfig(str(path), "none", dtype, "cpu", threads=1, cache_tokens=64)
     monkeypatch.setattr(start, "free_memory", lambda: needed + 1)
     load_engine(chosen)
@@ -161,6 +179,64 @@ def test_a_model_that_memory_does_not_hold_is_refused_in_a_line_before_it_is_rea
     with pytest.raises(ConfigError, match=r"takes .* GiB of memory in .*, and .* GiB are free: free some") as error:
         load_engine(chosen)
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.skipif(start.psutil.MACOS, reason="macOS lends memory without end")
+@pytest.mark.parametrize(
+    ("architecture", "options", "dtype"),
+    [(*each, dtype) for each in SHAPES for dtype in ("float32", "bfloat16", "int8", "int4")]
+    + [(*each, dtype) for each in UNPACKED for dtype in ("float32", "bfloat16")],
+)
+def test_weights_take_what_they_are_said_to_take(
+    architecture: Architecture,
+    options: dict[str, Any],
+    dtype: ServedDType,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    source = find_model(str(tiny_checkpoint(tmp_path / "model", architecture, **options)))
+    config, said = load_config(source), list[float]()
+
+    def noted(*given: Any) -> float:
+        said.append(weights_bytes(*given))
+        return said[-1]
+
+    monkeypatch.setattr(start, "weights_bytes", noted)
+    chosen = EngineConfig(str(source.directory), "none", dtype, "cpu", threads=1, cache_tokens=64)
+
+    def held() -> int:
+        tensors = all_tensors(load_engine(chosen)._runner.weights)
+        return sum({tensor.data_ptr(): tensor.nbytes for tensor in tensors}.values())
+
+    taken = held()
+    # Not counted: scales of outputs in 8 bits, and the rows that a router is filled up with.
+    assert said[-1] <= taken <= 1.08 * said[-1]
+    assert said == [weights_bytes(source, config, dtype, packs_matrices(config, chosen.page_size))]
+    if dtype in ("int8", "int4"):  # which plain torch has not
+        return
+
+    def not_compiled(*given: Any) -> None:
+        raise CompileError("no C++ compiler")
+
+    monkeypatch.setattr(ops_choice, "cpu_ops", not_compiled)
+    monkeypatch.setattr(cpu, "compiler", not_compiled)
+    taken = held()
+    assert said[-1] <= taken <= 1.08 * said[-1]
+    assert said[-1] == weights_bytes(source, config, dtype, packs_matrices(config, chosen.page_size))
+
+
+@pytest.mark.parametrize("architecture", ["qwen3", "qwen3_moe"])
+def test_a_token_is_computed_with_the_experts_that_are_chosen_for_it_alone(
+    architecture: Architecture, tmp_path: Path
+) -> None:
+    source = find_model(str(tiny_checkpoint(tmp_path / "model", architecture)))
+    config = load_config(source)
+    weights = load_weights(source, config, torch.float32, "cpu")
+    matrices = sum(
+        numbers_a_row(config, layer) for layer in weights.layers
+    )  # without norms, and with the rows that routers are filled up with
+    assert numbers_a_token(source, config) == pytest.approx(matrices, rel=0.03)
+    assert (numbers_a_token(source, config) < numbers_to_load(source, config)[0]) == (architecture == "qwen3_moe")
 
 
 @pytest.mark.parametrize("gguf", [False, True])
