@@ -174,7 +174,8 @@ class EngineConfig:
     max_model_len: positions a sequence may use; 0 for the model's own limit.
     cache_tokens: K/V positions to hold; 0 for what a share of the memory allows. page_size: those of a page.
     max_running: sequences decoded at once. step_rows: rows of known tokens computed in one step at most;
-        0 for as many as leave prompts room beside that many sequences.
+        0 for as many as leave prompts room beside that many sequences. On a CPU prompts have fewer where so many would
+        take more than 2 s, by measured cost: engines that are not exact may answer otherwise with each measurement.
     exact: on a GPU, matrix products that give a row the same bits in any batch, or else torch's.
     graphs: on a GPU, steps as CUDA graphs.
     overlap_steps: plan the next step while one runs. None: on a GPU yes, on a CPU no.

@@ -328,6 +328,11 @@ class Sequence:
         """Tokens emitted since the prompt, those of an earlier replica included."""
         return len(self.tokens) - self.prompt_length
 
+    @property
+    def uncomputed(self) -> int:
+        """Tokens whose K/V are not in pages yet: the last one alone where it decodes."""
+        return len(self.tokens) - self.computed
+
     def remaining(self, max_positions: int) -> int:
         """Tokens that may still be emitted, under max_tokens and below so many positions."""
         request = self.request

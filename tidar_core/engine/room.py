@@ -1,5 +1,6 @@
-"""How much room an engine has: positions of a request, and pages for keys and values."""
+"""How much room an engine has: positions of a request, pages for keys and values, and what a step may take."""
 
+import math
 import os
 from bisect import bisect_right
 from collections.abc import Callable
@@ -17,6 +18,7 @@ CPU_CACHE_SHARE = 0.2  # of the memory that a CPU's programs leave
 # As much is enough for most. More, for so many whole sequences, an engine takes by its share of the processors: others
 # may start beside it, and none knows of the others.
 CPU_CACHE_ENOUGH, CPU_CACHE_SEQUENCES = 2 * GIB, 4
+PROMPT_SECONDS = 2.0  # of a step on a CPU, that reading prompts takes
 FULL_SECONDS = 20.0  # of a step on a CPU; one that takes minutes is taken for one that hangs
 GPU_CACHE_SHARE = 0.85  # of the memory that is free once the weights are loaded, at most
 GPU_CACHE_LEAST = 0.5  # of that, whatever else wants memory: without pages nothing is served, without graphs slower
@@ -62,6 +64,12 @@ def full_rows_for(model: ModelConfig, block: int, dtype: torch.dtype, device: to
     torch.cuda.empty_cache()  # what warm-up has left is used again
     free = torch.cuda.mem_get_info(device)[0]
     return max(one, min(FULL_ROWS, int(free / 2 / (activations + scores))))
+
+
+def prompt_seconds_for(device: torch.device) -> float:
+    """Seconds of a step that reading prompts may take. On a GPU without limit: there its rows are soon over, and what
+    they cost behind a long context is not known well enough."""
+    return math.inf if device.type == "cuda" else PROMPT_SECONDS
 
 
 def row_bytes(model: ModelConfig, itemsize: int) -> int:

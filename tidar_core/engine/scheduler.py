@@ -1,16 +1,18 @@
 """Who runs in the next step, with which rows and pages, and what the step's answers change."""
 
+import math
 import time
 from bisect import bisect_right
 from collections import deque
 from collections.abc import Sequence as Items
 from dataclasses import dataclass
+from itertools import islice, takewhile
 from typing import TYPE_CHECKING, NamedTuple
 
 from tidar_core.engine.draft_policy import DraftPolicy, SequenceView
 from tidar_core.engine.ending import ends_of, settle
 from tidar_core.engine.pages import PagePool
-from tidar_core.engine.step_budget import StepBudget, rows_to_read
+from tidar_core.engine.step_budget import StepBudget, rows_behind
 from tidar_core.engine.step_cost import StepSize
 from tidar_core.engine.turns import Turns
 from tidar_core.layout import PLAIN, Shape, count_committed, drafts_left, fit_shape
@@ -51,13 +53,15 @@ class SequencePlan(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """max_running sequences at once; known_rows known tokens a step; positions below max_positions."""
+    """max_running sequences at once; known_rows known tokens a step; positions below max_positions. prompt_seconds of a
+    step, by measured cost, for reading prompts: infinite where rows alone limit that."""
 
     max_running: int
     known_rows: int
     max_positions: int
     page_size: int
     eos_ids: frozenset[int]
+    prompt_seconds: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,29 +122,25 @@ class Scheduler:
     def plan(self) -> list[SequencePlan]:
         """The rows of the next step, those of urgent sequences first. Reserves their pages; may preempt and admit."""
         idle = self._turns.sitting_out(self.running, self._plain_seconds, time.monotonic())
-        going = [sequence for sequence in self.running if sequence not in idle]
-        decoding = [sequence for sequence in going if len(sequence.tokens) - sequence.computed == 1]
+        decoding = [sequence for sequence in self.running if sequence not in idle and sequence.uncomputed == 1]
         most = self.limits.known_rows
-        if self.waiting or len(decoding) < len(going):
-            most = rows_to_read(self.policy.cost, going, len(decoding), most)
-        budget, slow = StepBudget(most, decoding), most < self.limits.known_rows
+        budget = StepBudget(most, decoding, rows_behind(self.policy.cost, self.limits.prompt_seconds, most))
         for sequence in sorted(self.running, key=_priority):
             self._admit(budget, before=_priority(sequence))
             if sequence not in self.running or sequence in idle:
                 continue  # preempted for one before it, or not its turn
-            count = min(left := len(sequence.tokens) - sequence.computed, budget.room(sequence))
-            if slow and count < left and self._reads_behind(sequence, going):
-                count -= count // 2
+            count = min(sequence.uncomputed, budget.room(sequence))
+            if 0 < count < sequence.uncomputed and budget.is_slow(sequence):
+                count = budget.leave(sequence, count, self.running, self._coming())
             if count > 0 and self._reserve(sequence, count, budget):
                 budget.put(sequence, count)
         self._admit(budget)
         return self._shaped(list(budget.counts.items()), len(idle & self.running.keys()))
 
-    def _reads_behind(self, sequence: Sequence, going: Items[Sequence]) -> bool:
-        """Whether others have prompts to be read that came later than this one's. Where reading is slow a long prompt
-        leaves them half of its rows: by itself it may take minutes."""
-        later = going[going.index(sequence) + 1 :]
-        return self._may_admit() or any(len(each.tokens) - each.computed > 1 for each in later)
+    def _coming(self) -> list[Sequence]:
+        """Those that wait and may come in now, even if nothing of theirs is cached; in their order."""
+        places = max(1, self.limits.max_running - len(self.running))
+        return list(takewhile(self._fits, islice(self.waiting, places)))
 
     def _plain_seconds(self, count: int) -> float:
         """Seconds of a step in which `count` sequences have one row each."""
@@ -161,7 +161,8 @@ class Scheduler:
                 sequence.cached = cached
                 self._refused = _Refused(sequence, self._room(sequence), missed)
                 return
-            count = min(len(sequence.tokens) - sequence.computed, room)
+            behind_cached = max(1, budget.room(sequence))  # fewer than before: there a row takes longer
+            count = min(sequence.uncomputed, room, behind_cached)
             self.waiting.remove(sequence)
             self.running[sequence] = None
             if cached is None:
@@ -302,16 +303,31 @@ class Scheduler:
 
     def _make_way(self, sequence: Sequence, budget: StepBudget) -> bool:
         """Whether there is room for all of a waiting sequence; preempts less urgent ones where that makes the room."""
-        missing = self._pages_missing(sequence, len(sequence.tokens) - sequence.computed)
+        missing, promised = self._pages_missing(sequence, sequence.uncomputed), self._promised(sequence)
         if missing > self._room(sequence):
             return False
-        while self._full() or missing > self.pool.available:
+        while self._full() or missing + promised > self.pool.available:
             self._preempt(self._least_urgent(), budget)
         return True
 
     def _room(self, sequence: Sequence) -> int:
         """Pages that a waiting sequence may have, those that come free where all less urgent ones give way included."""
-        return self.pool.available + self.pool.freed_by(other.pages for other in self._yielding(sequence))
+        freed = self.pool.freed_by(other.pages for other in self._yielding(sequence))
+        return self.pool.available + freed - self._promised(sequence)
+
+    def _promised(self, sequence: Sequence) -> int:
+        """Pages for the rest of those running prompts that do not give way to a waiting sequence. Where reading is not
+        limited by time they have them by now: one that lacks rows for its rest leaves none."""
+        if math.isinf(self.limits.prompt_seconds):
+            return 0
+        reading = [each for each in self.running if each.uncomputed > 1 and _priority(each) <= _priority(sequence)]
+        return sum(max(0, self._pages_missing(each, each.uncomputed)) for each in reading)
+
+    def _fits(self, sequence: Sequence) -> bool:
+        """Whether a waiting sequence may come in, whatever of it is cached."""
+        if self._full() and not self._yielding(sequence):
+            return False
+        return self._pages_missing(sequence, sequence.uncomputed) <= self._room(sequence)
 
     def _may_admit(self) -> bool:
         """Whether somebody who waits may come in with the next step."""

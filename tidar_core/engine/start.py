@@ -18,7 +18,7 @@ from tidar_core.engine.grammars import Grammars
 from tidar_core.engine.graphs import NARROWEST, Graphs, Reach, cuda_capture, left_free, narrow_buckets, results_bytes
 from tidar_core.engine.ops_choice import arithmetic_of, in_8_bits, one_by_one, ops_for
 from tidar_core.engine.pages import PagePool
-from tidar_core.engine.room import GIB, full_rows_for, room_for, row_bytes
+from tidar_core.engine.room import GIB, full_rows_for, prompt_seconds_for, room_for, row_bytes
 from tidar_core.engine.runner import Runner
 from tidar_core.engine.scheduler import Limits, Scheduler
 from tidar_core.engine.step_cost import StepCost
@@ -148,7 +148,10 @@ def load_engine(
         full_rows=full_rows_for(model, runner.block_length, arithmetic_dtype(config.dtype), device, cost),
     )
     stage(_ready_line(info, loaded.ops))
-    limits = Limits(config.max_running, config.known_rows, positions, config.page_size, frozenset(model.eos_ids))
+    limits = Limits(
+        config.max_running, config.known_rows, positions, config.page_size, frozenset(model.eos_ids),
+        prompt_seconds_for(device),
+    )  # fmt: skip
     policy = DraftPolicy(runner.block_length, cost, info.expected_acceptance, overlap_steps, info.full_rows)
     return Engine(info, tokenizer, grammars, runner, Scheduler(PagePool(pages), policy, limits), overlap_steps)
 

@@ -1,5 +1,6 @@
 """The room that an engine has: positions of its model, pages for K/V, and prefixes that are kept in them."""
 
+import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -135,6 +136,11 @@ def test_full_drafting_takes_no_more_memory_than_is_left(
     model = replace(model_config(), **shape, kv_heads=kv_heads, head_dim=128, vocab_size=151_936)
     cost = StepCost((1, 64), (1e-6, 64e-6), (0.0, 0.0), (0.0, 0.0))
     assert room.full_rows_for(model, block, torch.bfloat16, torch.device("cuda"), cost) == rows
+
+
+def test_on_a_cpu_alone_time_limits_how_much_of_prompts_a_step_reads(tmp_path):
+    assert room.prompt_seconds_for(torch.device("cuda")) == math.inf
+    assert tiny_engine(tmp_path)._scheduler.limits.prompt_seconds == room.PROMPT_SECONDS
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """Who is let in, who gives way, and what of a prompt is kept for others."""
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -111,7 +112,7 @@ TRUTH = 7  # by the model, whatever it is asked
 def scheduler_of(pages, **limits):
     """One without a model: pages of four tokens, blocks of four slots, rows that cost nothing."""
     policy = DraftPolicy(4, StepCost((1, 64), (1.0, 1.0), (0.1, 0.1), (0.0, 0.0)))
-    room = {"max_running": 4, "known_rows": 16, "max_positions": 64, "page_size": 4, **limits}
+    room = {"max_running": 4, "known_rows": 16, "max_positions": 64, "page_size": 4, "prompt_seconds": 2.0, **limits}
     return Scheduler(PagePool(pages), policy, Limits(eos_ids=frozenset({2}), **room))
 
 
@@ -159,6 +160,63 @@ def test_who_comes_behind_a_long_prompt_does_not_wait_for_all_of_it():
             commit(scheduler, scheduler.plan())
             steps += 1
         assert steps == waits, seconds
+
+
+def reading(*prompts, pages=4000):
+    """A step reads 200 rows; prompts (name, tokens, priority) came one step after the other."""
+    scheduler = scheduler_of(pages, max_positions=5000, known_rows=512)
+    scheduler.policy.cost = slow_rows(0.01)
+    for name, tokens, priority in prompts:
+        ask(scheduler, name, tokens, priority)
+        commit(scheduler, scheduler.plan())
+    return scheduler
+
+
+def rows_of(plans) -> dict[str, int]:
+    return {plan.sequence.request.request_id: len(plan.known) for plan in plans}
+
+
+def test_a_long_prompt_leaves_rows_to_those_alone_who_gain_by_them():
+    scheduler = reading(("long", 4000, 0), ("as long", 4000, 0), ("less urgent", 300, 5))
+    assert rows_of(scheduler.plan()) == {"long": 200}, "two that share both end late, and who is less urgent waits"
+    ask(scheduler, "short", 150)
+    plans = scheduler.plan()
+    assert rows_of(plans) == {"long": 100, "short": 100}
+    commit(scheduler, plans)
+    assert rows_of(scheduler.plan()) == {"long": 150, "short": 50}, "no more than it wants"
+
+
+def test_rows_are_not_left_to_who_has_some_in_this_step():
+    scheduler = reading(("urgent", 4000, 0), ("more urgent", 300, -1))
+    assert rows_of(scheduler.plan()) == {"more urgent": 100, "urgent": 100}
+
+
+def test_who_comes_in_leaves_the_pages_that_prompts_still_need():
+    scheduler = reading(("first", 4000, 0), ("second", 1500, 0), pages=1200)
+    assert names(scheduler.running) == ["first"], "who has most pages still to take"
+    assert rows_of(scheduler.plan()) == {"first": 200}, "who does not fit is left no rows"
+    while scheduler.running or scheduler.waiting:
+        commit(scheduler, scheduler.plan())
+    assert scheduler.preemptions == 0
+
+
+def test_fewer_rows_are_read_at_once_behind_what_was_cached():
+    scheduler = scheduler_of(2000, max_positions=5000, known_rows=512)
+    ask(scheduler, "before", 4001, salt="shared", max_tokens=1)
+    while scheduler.running or scheduler.waiting:
+        commit(scheduler, scheduler.plan())
+    scheduler.policy.cost = slow_rows(0.005, attending=5e-6)
+    ask(scheduler, "behind", 4800, salt="shared")
+    ask(scheduler, "no time left", 4800, salt="shared")
+    assert rows_of(scheduler.plan()) == {"behind": 80}, "of 0.025 s each"
+
+
+def test_without_a_limit_of_time_no_step_is_priced_for_prompts(monkeypatch):
+    monkeypatch.delattr(StepCost, "rows_within")
+    scheduler = scheduler_of(400, max_positions=1600, known_rows=512, prompt_seconds=math.inf)
+    scheduler.policy.cost = slow_rows(1.0)
+    ask(scheduler, "long", 1200)
+    assert prompt_rows(scheduler) == [512, 512, 176]
 
 
 def test_rows_beyond_those_measured_are_never_free():
