@@ -28,16 +28,7 @@ from tidar_core.model.sources import find_model
 from tidar_core.model.tokenizer import load_tokenizer
 from tidar_core.signals import SIGNALS
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
-
-@pytest.fixture(autouse=True)
-def _signals_raise():
-    """All of them, as one does from a keyboard."""
-    before = {number: signal.signal(number, signal.default_int_handler) for number in SIGNALS}
-    yield
-    for number, handler in before.items():
-        signal.signal(number, handler)
+pytestmark = pytest.mark.usefixtures("one_thread", "signals_raise")
 
 
 @pytest.fixture(autouse=True)

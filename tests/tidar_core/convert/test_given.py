@@ -57,7 +57,7 @@ def test_a_pipe_is_not_waited_for(tmp_path, read):
     assert "Is a directory" in refusal(read, tmp_path)
 
 
-@pytest.mark.parametrize(("read", "option"), zip(READERS, ("--prompts", "--text"), strict=True))
+@pytest.mark.parametrize(("read", "option"), [*zip(READERS, ("--prompts", "--text"), strict=True)])
 def test_what_a_shell_puts_in_place_of_a_file_is_told_what_to_do_with(read, option):
     """`<(zcat text.gz)` is a pipe under such a name, as is `/dev/stdin` behind another one."""
     ends = os.pipe()

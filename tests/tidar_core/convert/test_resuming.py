@@ -164,6 +164,7 @@ def test_with_other_held_out_documents_the_drafter_is_judged_anew(tiny, corpus, 
     assert kept[2] == kept[1]
 
 
+@pytest.mark.usefixtures("signals_raise")
 def test_what_was_measured_on_other_documents_is_not_taken_for_what_was_not_measured_yet(tiny, corpus, tmp_path):
     """A run that ended before its first measurement has left the drafter of before in the output folder."""
     train(tiny, corpus, tmp_path, 4)
