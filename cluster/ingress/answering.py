@@ -14,6 +14,7 @@ from tokenizers import Tokenizer
 
 from cluster.card import ModelCard
 from cluster.errors import MODEL_CHANGED, ApiError, bad_request
+from cluster.ingress.late import begun_in_time
 from cluster.ingress.models import Models, Served
 from cluster.ingress.outcomes import outcome_of
 from cluster.ingress.plans import RequestPlan, check_logprobs_kept
@@ -31,6 +32,14 @@ Plan = Callable[[dict[str, Any], ModelCard, Tokenizer], RequestPlan]
 
 
 @dataclass(frozen=True, slots=True)
+class Form:
+    """A route's form of requests and answers. failed: all of a stream that came to nothing but an error."""
+
+    plan: Plan
+    failed: Callable[[ApiError], bytes]
+
+
+@dataclass(frozen=True, slots=True)
 class RequestLimits:
     """What a request may be: its body's bytes at most, and whether it may go before others."""
 
@@ -38,23 +47,28 @@ class RequestLimits:
     priorities: bool
 
 
-async def answered(request: Request, plan: Plan, models: Models, limits: RequestLimits, pace: Pace) -> Response:
-    """The answer to a request. Raises ApiError for whatever goes wrong before the first token."""
+async def answered(request: Request, form: Form, models: Models, limits: RequestLimits, pace: Pace) -> Response:
+    """The answer to a request. Raises ApiError for whatever goes wrong before the first token, and before it is late
+    where the answer is a stream (`late.py`)."""
     raw = await read_raw(request, limits.body_bytes)
-    outcome_of(request).asked()
+    outcome = outcome_of(request)
+    outcome.asked()
 
     def allowed_plan(value: dict[str, Any], card: ModelCard, backend: Tokenizer) -> RequestPlan:
         if value.get("priority") and not limits.priorities:
             raise bad_request(NO_PRIORITIES, "priority")
-        return plan(value, card, backend)
+        return form.plan(value, card, backend)
 
-    try:
-        return await _answer(request, *await _planned(request, raw, allowed_plan, models), pace)
-    except ApiError as error:
-        if error.code != MODEL_CHANGED:
-            raise
-    # No token is out, and the model that took the other's place may answer as well.
-    return await _answer(request, *await _planned(request, raw, allowed_plan, models, anew=True), pace)
+    async def made() -> Response:
+        try:
+            return await _answer(request, *await _planned(request, raw, allowed_plan, models), pace)
+        except ApiError as error:
+            if error.code != MODEL_CHANGED:
+                raise
+        # No token is out, and the model that took the other's place may answer as well.
+        return await _answer(request, *await _planned(request, raw, allowed_plan, models, anew=True), pace)
+
+    return await begun_in_time(made(), form.failed, outcome)
 
 
 async def read_raw(request: Request, limit: int) -> bytes:
@@ -101,6 +115,7 @@ async def _planned(
     """What a body asks for, of whom. anew: by who is there now, which may not be known yet."""
     served, name, value = await models.wanted(raw)
     outcome_of(request).is_for(served.name)
+    outcome_of(request).streams = value.get("stream") is True
     if anew:
         await served.directory.look()
     card, backend = await served.directory.awake()

@@ -17,7 +17,7 @@ from tokenizers import Tokenizer
 from cluster.card import ModelCard
 from cluster.carry.directory import Directory
 from cluster.errors import ApiError
-from cluster.ingress.answering import RequestLimits, answered, read_raw
+from cluster.ingress.answering import Form, RequestLimits, answered, read_raw
 from cluster.ingress.auth import KeyFile, KeyGuard, wants_key
 from cluster.ingress.models import Models
 from cluster.ingress.outcomes import Outcomes, outcome_of
@@ -26,8 +26,10 @@ from cluster.ingress.streams import Pace
 from cluster.observe.ingress_metrics import IngressMetrics, render
 from cluster.observe.tracing import flush, trace_requests, tracer_provider
 from cluster.options import ServeOptions
+from cluster.wire.completions_told import failed_stream
 from cluster.wire.prompts import check_ids, decode, encode_end, most_tokens, read_body, render_chat
 from cluster.wire.reach import check_reach
+from cluster.wire.responses_told import failed_response
 from cluster.wire.schemas import DetokenizeBody, TokenizeBody
 
 PAGE_PATH = "playground/"  # relative to the API's root, of which a proxy may have taken a prefix
@@ -83,17 +85,21 @@ def add_openai_routes(app: FastAPI, models: Models, options: ServeOptions) -> No
         card, _ = models.named(name).directory.model
         return JSONResponse(card.describe())
 
+    completion = Form(completion_plan, failed_stream)
+    chat_answer = Form(partial(chat_plan, reasoning=options.reasoning), failed_stream)
+    response = Form(partial(responses_plan, reasoning=options.reasoning), failed_response)
+
     @app.post("/v1/completions")
     async def complete(request: Request) -> Response:
-        return await answered(request, completion_plan, models, limits, pace)
+        return await answered(request, completion, models, limits, pace)
 
     @app.post("/v1/chat/completions")
     async def chat(request: Request) -> Response:
-        return await answered(request, partial(chat_plan, reasoning=options.reasoning), models, limits, pace)
+        return await answered(request, chat_answer, models, limits, pace)
 
     @app.post("/v1/responses")
     async def respond(request: Request) -> Response:
-        return await answered(request, partial(responses_plan, reasoning=options.reasoning), models, limits, pace)
+        return await answered(request, response, models, limits, pace)
 
 
 def add_tokenizer_routes(app: FastAPI, models: Models, options: ServeOptions) -> None:

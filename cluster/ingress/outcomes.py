@@ -22,14 +22,15 @@ CLIENT_LEFT = 499  # nginx's number for it; nobody is there to be told
 class Outcome:
     """Of one request. model: the name that answers it, once that is known. status: HTTP's, or that of the error which
     broke a stream off behind it; 0 before there is one. error: what its client got of it, where it is an error.
-    ignored: fields of its body that nobody knows. asked_at: since when its client waits for a first token, on the
-    monotonic clock; None where it does not."""
+    streams: whether a stream was asked for, once that is known. ignored: fields of its body that nobody knows.
+    asked_at: since when its client waits for a first token, on the monotonic clock; None where it does not."""
 
     metrics: IngressMetrics
     span: RequestSpan
     model: str = ""
     status: int = 0
     error: ApiError | None = None
+    streams: bool = False
     ignored: Sequence[str] = ()
     asked_at: float | None = None
 
@@ -85,7 +86,6 @@ class Outcomes:
             if starts:
                 outcome.status = message["status"]
                 outcome.span.routed()
-                self._log.ignored(outcome.ignored)
             await send(message)
             told = not starts and not message.get("more_body", False)
             if starts and outcome.error is not None and outcome.status >= 500:  # OpenTelemetry has told its number
@@ -114,4 +114,5 @@ class Outcomes:
                     outcome.waits_no_more()
                 self._metrics.answered(outcome.model, outcome.status)
                 seconds = time.monotonic() - began
+                self._log.ignored(outcome.ignored)
                 self._log.ended(span_name(scope), outcome.model, outcome.status, outcome.error, seconds)

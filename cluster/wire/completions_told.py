@@ -4,8 +4,8 @@ import asyncio
 import logging
 import time
 import uuid
-from collections.abc import AsyncGenerator, Callable, Sequence
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -24,6 +24,8 @@ from tidar_core.text import token_bytes, token_text
 
 log = logging.getLogger("ray.serve")
 DONE = b"data: [DONE]\n\n"
+COMMENT = b": waiting\n\n"
+SILENT_SECONDS = 15.0  # for which a stream may say nothing: proxies on the way take longer silence for an end
 UNREAD_SECONDS = 60.0
 
 
@@ -238,6 +240,11 @@ def error_event(error: ApiError) -> bytes:
     return event(error.body())
 
 
+def failed_stream(error: ApiError) -> bytes:
+    """All of a stream of which nothing but this came."""
+    return error_event(error) + DONE
+
+
 async def event_stream(
     head: Head,
     answer: Answer,
@@ -280,13 +287,13 @@ async def chain(first: Piece, rest: AsyncGenerator[Piece, None]) -> AsyncGenerat
 class EventStreamResponse(StreamingResponse):
     """Server-sent events. However the client leaves, the generator is closed at once, and with it the request. One that
     reads nothing, until all buffers on the way have been full for `UNREAD_SECONDS`, is taken to have left: its places
-    are others'."""
+    are others'. While there is nothing to tell a comment is sent now and then (`SILENT_SECONDS`)."""
 
     media_type = "text/event-stream"
 
     def __init__(self, events: AsyncGenerator[bytes, None]):
         # X-Accel-Buffering: nginx would otherwise collect the events.
-        self._events = events
+        self.events = events
         super().__init__(events, headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -303,5 +310,35 @@ class EventStreamResponse(StreamingResponse):
                 log.info("a stream ended: its client reads nothing")
                 raise ClientDisconnect from None
 
-        async with aclosing(self._events):
-            await super().stream_response(soon)
+        async with aclosing(self.events), never_silent(soon) as spoken:
+            await super().stream_response(spoken)
+
+
+@asynccontextmanager
+async def never_silent(send: Send) -> AsyncIterator[Send]:
+    """Within this what it gives sends as `send` does, and a comment goes out, which clients of server-sent events leave
+    out, wherever nothing was sent for `SILENT_SECONDS`."""
+    sent_at = time.monotonic()
+    alone = asyncio.Lock()
+
+    async def noted(message: Message) -> None:
+        nonlocal sent_at
+        async with alone:
+            await send(message)
+            sent_at = time.monotonic()
+
+    async def comment() -> None:
+        nonlocal sent_at
+        while True:
+            await asyncio.sleep(sent_at + SILENT_SECONDS - time.monotonic())
+            async with alone:
+                if time.monotonic() >= sent_at + SILENT_SECONDS:
+                    await send({"type": "http.response.body", "body": COMMENT, "more_body": True})
+                    sent_at = time.monotonic()
+
+    commenting = asyncio.create_task(comment())
+    try:
+        yield noted
+    finally:
+        commenting.cancel()
+        await asyncio.gather(commenting, return_exceptions=True)

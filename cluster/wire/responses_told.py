@@ -237,6 +237,14 @@ async def response_events(
         yield event({"type": "response.failed"}, failed)
 
 
+def failed_response(error: ApiError) -> bytes:
+    """All of a stream of which nothing but this came: OpenAI's `error` event, which some clients read by its own fields
+    and some as the error object of any other answer."""
+    fault = error.body()["error"]
+    told = {"type": "error", "sequence_number": 0, **{name: fault[name] for name in ("code", "message", "param")}}
+    return b"event: error\ndata: " + as_json({**told, "error": fault}) + b"\n\n"
+
+
 def dumped(told: Any) -> bytes:
     """As JSON, in which `Entries` stand as they are."""
     if isinstance(told, Entries):

@@ -1,0 +1,206 @@
+"""A first token that is late: a stream has begun without it, and all else is as it would have been."""
+
+import asyncio
+import json
+import re
+from collections.abc import AsyncGenerator, Callable
+from typing import Any
+
+import pytest
+from fastapi import FastAPI
+from starlette.types import Message
+from tokenizers import Tokenizer
+
+from cluster.card import ModelCard
+from cluster.carry.handover import Carrier
+from cluster.errors import ApiError, bad_request, server_error
+from cluster.ingress import late
+from cluster.ingress.api import build_api
+from cluster.options import ServeOptions
+from cluster.wire import completions_told
+from cluster.wire.completions_told import COMMENT, EventStreamResponse
+from tests.cluster.ingress.test_answering import Replaced, run
+from tests.cluster.wire.test_schemas import card_for
+from tests.tiny import HERMES_TEMPLATE, tool_tokenizer
+
+ASKED: dict[str, dict[str, Any]] = {
+    "completions": {"prompt": "a"},
+    "chat/completions": {"messages": [{"role": "user", "content": "a"}]},
+    "responses": {"input": "a"},
+}
+EACH_ITS_OWN = re.compile(
+    rb'(cmpl|resp|msg)[-_][0-9a-f]{32}|"(created|created_at|completed_at|seed)":\d+|"metrics":\{[^}]*\}'
+)
+
+
+class Asleep(Replaced):
+    """Its model wakes, or is given up, when a test says so."""
+
+    def __init__(self, fails: Exception | None = None) -> None:
+        super().__init__(card_for(tool_tokenizer(HERMES_TEMPLATE)), comes=True)
+        self.wakes = asyncio.Event()
+        self.given_up = False
+        self._fails = fails
+
+    async def awake(self) -> tuple[ModelCard, Tokenizer]:
+        try:
+            await self.wakes.wait()
+        except asyncio.CancelledError:
+            self.given_up = True
+            raise
+        if self._fails is not None:
+            raise self._fails
+        await self.look()
+        return self.model
+
+
+class Client:
+    """One request: what is sent back, and what its client does next when some of that has come."""
+
+    def __init__(self, api: FastAPI, route: str, body: dict[str, Any], then: Callable[["Client"], bool]) -> None:
+        self.sent: list[Message] = []
+        self._body = [{"type": "http.request", "body": json.dumps(body).encode(), "more_body": False}]
+        self._leaves = asyncio.Event()
+        self._then = then
+        path = f"/v1/{route}"
+        self._scope = {
+            "type": "http", "asgi": {"version": "3.0"}, "http_version": "1.1", "method": "POST", "scheme": "http",
+            "path": path, "raw_path": path.encode(), "query_string": b"", "root_path": "", "client": ("tidar", 1),
+            "server": ("tidar", 80), "headers": [(b"content-type", b"application/json"), (b"host", b"tidar")],
+        }  # fmt: skip
+        self._api = api
+
+    async def __call__(self) -> "Client":
+        await asyncio.wait_for(self._api(self._scope, self._receive, self._send), 60)
+        return self
+
+    @property
+    def status(self) -> int:
+        return self.sent[0]["status"]
+
+    @property
+    def comments(self) -> int:
+        return sum(message.get("body") == COMMENT for message in self.sent)
+
+    @property
+    def told(self) -> bytes:
+        """All but the comments."""
+        return b"".join(message.get("body", b"") for message in self.sent).replace(COMMENT, b"")
+
+    async def _receive(self) -> Message:
+        if self._body:
+            return self._body.pop()
+        await self._leaves.wait()
+        return {"type": "http.disconnect"}
+
+    async def _send(self, message: Message) -> None:
+        self.sent.append(message)
+        if self._then(self):
+            self._leaves.set()
+
+
+def answered(
+    monkeypatch: pytest.MonkeyPatch,
+    route: str,
+    directory: Asleep,
+    late_by: int | None,
+    leaves: bool = False,
+    **more: Any,
+) -> Client:
+    """To who waits for a model that wakes after so many comments; at once for None. leaves: instead of that."""
+
+    async def asked() -> Client:
+        if late_by is None:
+            directory.wakes.set()
+
+        def then(client: Client) -> bool:
+            if client.comments == late_by and not leaves:
+                directory.wakes.set()
+            return leaves and client.comments == late_by
+
+        api = build_api({"tiny": directory}, ServeOptions())
+        return await Client(api, route, {"stream": True, **ASKED[route], **more}, then)()
+
+    monkeypatch.setattr(Carrier, "run", run)
+    monkeypatch.setattr(late, "LATE_SECONDS", 0.05 if late_by is not None else 60.0)
+    monkeypatch.setattr(completions_told, "SILENT_SECONDS", 0.05)
+    return asyncio.run(asked())
+
+
+@pytest.mark.parametrize("route", ASKED)
+def test_a_stream_that_begins_before_its_first_token_tells_the_same(
+    route: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    usual = answered(monkeypatch, route, Asleep(), None)
+    waited = answered(monkeypatch, route, Asleep(), 2)
+    assert (usual.status, waited.status) == (200, 200)
+    assert usual.told.count(b"data: ") >= 2
+    assert EACH_ITS_OWN.sub(b"", waited.told) == EACH_ITS_OWN.sub(b"", usual.told)
+    assert waited.comments >= 2
+    assert waited.sent[0]["headers"] == usual.sent[0]["headers"]
+
+
+@pytest.mark.parametrize("route", ASKED)
+@pytest.mark.parametrize(
+    ("error", "status"), [(bad_request("it is too long", "prompt"), 400), (KeyError("a secret"), 500)]
+)
+def test_what_goes_wrong_once_it_has_begun_is_told_in_it(
+    route: str, error: Exception, status: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ended: list[int] = []
+    monkeypatch.setattr("cluster.ingress.request_log.RequestLog.ended", lambda *given: ended.append(given[3]))
+    client = answered(monkeypatch, route, Asleep(error), 1)
+    assert (client.status, ended) == (200, [status])
+    first, *rest = client.told.removesuffix(b"\n\n").split(b"\n\n")
+    assert rest == ([] if route == "responses" else [b"data: [DONE]"])
+    name, _, data = first.rpartition(b"data: ")
+    assert name == (b"event: error\n" if route == "responses" else b"")
+    told = json.loads(data)
+    shown = error if isinstance(error, ApiError) else server_error()
+    assert {"error": told["error"]} == shown.body()
+    assert b"secret" not in client.told
+    if route == "responses":
+        assert told == {**told["error"], "error": told["error"], "type": "error", "sequence_number": 0}
+
+
+@pytest.mark.parametrize("late_by", [0, 1])
+def test_a_client_that_leaves_meanwhile_is_waited_for_no_more(late_by: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also one that has left as soon as the stream begins."""
+    directory = Asleep()
+    client = answered(monkeypatch, "completions", directory, late_by, leaves=True)
+    assert client.told == b""
+    assert directory.given_up
+
+
+@pytest.mark.parametrize(("error", "status"), [(bad_request("it is too long", "prompt"), 400), (None, 200)])
+def test_an_answer_that_is_told_whole_is_waited_for(
+    error: Exception | None, status: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Slow(Asleep):
+        async def awake(self) -> tuple[ModelCard, Tokenizer]:
+            asyncio.get_running_loop().call_later(0.2, self.wakes.set)
+            return await super().awake()
+
+    client = answered(monkeypatch, "completions", Slow(error), 1, stream=False)
+    assert (client.status, client.comments) == (status, 0)
+
+
+@pytest.mark.parametrize("halts", [False, True])
+def test_a_comment_comes_where_tokens_are_far_apart_and_nowhere_else(
+    halts: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def events() -> AsyncGenerator[bytes, None]:
+        for number in range(40):
+            await asyncio.sleep(0.3 if halts and number == 20 else 0.01)
+            yield b"data: %d\n\n" % number
+
+    sent: list[bytes] = []
+
+    async def send(message: Message) -> None:
+        sent.append(message.get("body", b""))
+
+    monkeypatch.setattr(completions_told, "SILENT_SECONDS", 0.2)
+    asyncio.run(EventStreamResponse(events()).stream_response(send))
+    assert (COMMENT in sent) == halts
+    assert [one for one in sent if one not in (COMMENT, b"")] == [b"data: %d\n\n" % number for number in range(40)]
+    assert COMMENT not in (sent[0], sent[-1])
