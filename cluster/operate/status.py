@@ -19,19 +19,25 @@ from rich.text import Text
 
 from tidar_core.config import ConfigError
 
+SLEEPS = "tidar:model_sleeps"
 FIRST_SECONDS, LIVE_SECONDS = 0.5, 1.0  # between two looks, for the tokens per second
 
 Series = Mapping[str, Mapping[str, float]]
 
 
 @dataclass(frozen=True, slots=True)
-class Missing:
-    """A name for which no replica answers: whether it only sleeps, and how many requests wait for it."""
+class Shortage:
+    """A name for which no replica answers, or fewer than there shall be at least: whether it only sleeps, and how many
+    requests it has."""
 
-    sleeps: bool = True
-    waiting: float = 0.0
+    engines: int
+    wanted: int
+    sleeps: bool
+    waiting: float
 
     def words(self) -> str:
+        if self.engines:
+            return f"has {self.engines} of {self.wanted} engines: `serve status` says what the others wait for"
         wait = f"{self.waiting:g} {'request waits' if self.waiting == 1 else 'requests wait'} for it"
         if self.sleeps:
             return f"is woken: {wait}" if self.waiting else "sleeps: the next request wakes it"
@@ -40,13 +46,13 @@ class Missing:
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """What all replicas counted at a moment (seconds of one clock), and what each serves. missing: the names for
-    which none answers."""
+    """What all replicas counted at a moment (seconds of one clock), and what each serves. short: the names for
+    which too few answer."""
 
     moment: float
     replicas: Series
     models: Mapping[str, str] = field(default_factory=dict)
-    missing: Mapping[str, Missing] = field(default_factory=dict)
+    short: Mapping[str, Shortage] = field(default_factory=dict)
 
 
 def show_status(
@@ -151,32 +157,39 @@ def read_page(page: str, moment: float) -> Snapshot:
     """The samples of a metrics page by replica and name, series of one name summed over their other labels."""
     found: dict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))
     models: dict[str, str] = {}
-    sleeps: dict[str, bool] = {}
-    waiting: dict[str, float] = defaultdict(float)
+    told: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))  # of each name, by the ingresses
     for family in text_string_to_metric_families(page):
         for sample in family.samples:
             if "engine" in sample.labels:
                 found[sample.labels["engine"]][sample.name] += sample.value
                 models[sample.labels["engine"]] = sample.labels["model_name"]
-            elif sample.name == "tidar:model_sleeps":
-                name = sample.labels["model_name"]
-                sleeps[name] = sleeps.get(name, True) and bool(sample.value)  # every ingress has to say so
-            elif sample.name == "tidar:requests_in_progress":
-                waiting[sample.labels["model_name"]] += sample.value
-    missing = {name: Missing(may, waiting[name]) for name, may in sleeps.items() if name not in models.values()}
-    return Snapshot(moment, found, models, missing)
+            elif "model_name" in sample.labels:
+                told[sample.labels["model_name"]][sample.name].append(sample.value)
+    shortages = {name: shortage(series, name in models.values()) for name, series in told.items() if SLEEPS in series}
+    short = {name: one for name, one in shortages.items() if not one.engines or one.engines < one.wanted}
+    return Snapshot(moment, found, models, short)
+
+
+def shortage(series: Mapping[str, list[float]], answers: bool) -> Shortage:
+    """How a name stands by all that the ingresses say of it, and by whether any of its replicas answers now."""
+    return Shortage(
+        engines=max(1, int(max(series["tidar:engines_ready"]))) if answers else 0,
+        wanted=int(max(series["tidar:engines_wanted"])),
+        sleeps=all(series[SLEEPS]),
+        waiting=sum(series["tidar:requests_in_progress"]),
+    )
 
 
 def replica_table(now: Snapshot, before: Snapshot | None = None) -> Table:
     """Load, speed and acceptance: a row a replica, and one for all; where there are several models, each replica's own
-    stands behind its name, and above them all those models that have none. What is counted is that between two looks
+    stands behind its name, and above them all those models that have too few. What is counted is that between two looks
     where anything happened there, else all since the replica started."""
     names = sorted(now.replicas)
-    title = "\n".join(f"{escape(name)} {missing.words()}" for name, missing in now.missing.items()) or None
+    title = "\n".join(f"{escape(name)} {shortage.words()}" for name, shortage in now.short.items()) or None
     table = Table(title=title, title_justify="left", box=SIMPLE, pad_edge=False)  # narrow enough for 80 columns
     for heading in ("replica", "running", "waiting", "K/V", "tokens", "tokens/s", "tokens/step", "held"):
         table.add_column(heading, justify="left" if heading == "replica" else "right")
-    several = len({*now.models.values(), *now.missing}) > 1
+    several = len({*now.models.values(), *now.short}) > 1
     for name in names:
         table.add_row(
             escape(f"{name} {now.models[name]}" if several else name),

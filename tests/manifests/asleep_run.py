@@ -59,7 +59,7 @@ async def ask_at_once(watch: Watch) -> tuple[float, list[Stream]]:
         await asyncio.sleep(2)
         hasty.cancel()
         page = await asyncio.to_thread(plain_http.get, f"{watch.serving.url}/metrics", timeout=30)
-        told = {name: missing.words() for name, missing in read_page(page.text, 0.0).missing.items()}
+        told = {name: shortage.words() for name, shortage in read_page(page.text, 0.0).short.items()}
         health = await asyncio.to_thread(plain_http.get, f"{watch.serving.url}/health", timeout=30)
         print(f"meanwhile: /health {health.status_code}, `tidar status` {told}", flush=True)
         streams = await asyncio.gather(*asked)

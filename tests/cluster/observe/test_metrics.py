@@ -118,10 +118,11 @@ def test_the_live_table_tells_what_happened_between_two_looks() -> None:
     assert mixed.title is None
 
 
-def test_a_model_without_an_engine_is_told_of() -> None:
+@pytest.mark.parametrize("engines_wanted", [1, 3])
+def test_a_model_with_too_few_engines_is_told_of(engines_wanted: int) -> None:
     ingress = IngressMetrics("here")
     without = {"[gone]": (0, False), "late": (2, False), "asleep": (0, True), "waking": (1, True)}
-    ingress.watch("tiny", Behind())
+    ingress.watch("tiny", Behind(1, engines_wanted=engines_wanted))
     for model, (waiting, sleeps) in without.items():
         ingress.watch(model, Behind(0, sleeps))
         for _ in range(waiting):
@@ -138,7 +139,9 @@ def test_a_model_without_an_engine_is_told_of() -> None:
     console = Console(width=80, file=StringIO())
     console.print(table)
     shown = console.file.getvalue()  # type: ignore[attr-defined]
-    assert [line.strip() for line in shown.splitlines()[:4]] == [
+    few = ["tiny has 1 of 3 engines: `serve status` says what the others wait for"] if engines_wanted > 1 else []
+    assert [line.strip() for line in shown.splitlines()[: len(few) + 4]] == [
+        *few,
         "[gone] has no replica that answers",
         "late has no replica that answers: 2 requests wait for it",
         "asleep sleeps: the next request wakes it",
