@@ -9,6 +9,7 @@ page is drawn in the browser by the scripts in `static/`, which read `/v1` on th
     race.js      the same question without drafts and with them, in turns -> lane.js -> run.js
     hood.js      one recording: scrubber.js and figure.js step by step, charts.js, curve.js
     cluster.js   /metrics, once a second while it is looked at; burst.js sends many prompts in one request
+    waking.js    why the first token of an answer is late, where the model slept
     inspector.js, meters.js, numbers.js, dom.js    the hint at a token, the figures, how numbers are written, helpers
                                                    that make elements
     theme.js     light or dark, a script of its own in the page's head: before anything is drawn

@@ -7,6 +7,7 @@ import { swap } from "./dom.js";
 import { one, two } from "./numbers.js";
 import { plural } from "./stats.js";
 import { emitted, readsAgain } from "./trace.js";
+import { tellOfWaking, WAITING } from "./waking.js";
 
 const SLICE_MS = 500;
 const STEPS_A_PART = 2; // of the curve, at least: with fewer it would fall to nothing between the steps of a large model
@@ -175,7 +176,9 @@ export class Burst {
       tidar: { trace: true, drafts: this.#find("[name=b-drafts]:checked").value },
     };
     const begun = performance.now();
-    this.#status("Waiting for the first token…");
+    this.#status(WAITING);
+    const waits = () => this.#running?.signal === signal && !tally.tokens;
+    tellOfWaking(server, model.id, waits, (line) => this.#status(line));
     let shownAt = begun;
     this.#find("#b-status").ariaBusy = "true"; // it changes too often to be said aloud: the last line alone is
     for await (const chunks of server.complete(JSON.stringify(body), signal)) {

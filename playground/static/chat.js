@@ -8,6 +8,7 @@ import { newRecording } from "./recording.js";
 import { chatBody } from "./stream.js";
 import { newTally, rates } from "./trace.js";
 import { Turn } from "./turn.js";
+import { tellOfWaking, WAITING } from "./waking.js";
 
 const NEAR_END = 120; // px
 const NOTHING = { turns: [], edited: false };
@@ -118,6 +119,8 @@ export class Chat {
     const next = new Turn(this.#parts(chosen, running), recording, this.#turns.length + 1);
     this.#turns.push(next);
     this.#lock();
+    const waits = () => this.#running === running && !recording.steps.length;
+    tellOfWaking(server, server.model.id, waits, (line) => this.#status(line));
     await next.run((signal) => server.chat(body, signal), running.signal);
   }
 
@@ -153,7 +156,7 @@ export class Chat {
     delete this.#root.dataset.empty;
     this.#makeRoom();
     this.#page.problem("");
-    this.#status("Waiting for the first token…");
+    this.#status(WAITING);
     swap(this.#find("#t-send"), this.#find("#t-stop"));
     this.#lock();
   }

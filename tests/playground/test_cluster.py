@@ -7,9 +7,9 @@ from playwright.sync_api import Browser, BrowserContext, Page, Route, expect
 
 from cluster.observe.ingress_metrics import IngressMetrics, render
 from tests.cluster.observe.behind import Behind
-from tests.playground.asking import overflow, past
+from tests.playground.asking import ask, overflow, past
 from tests.playground.conftest import Visit, visit
-from tests.playground.recorded import HOSTILE_REPLICA, RecordedServer, burst, metrics_pages
+from tests.playground.recorded import HOSTILE_REPLICA, RecordedServer, Recording, burst, event, metrics_pages
 
 
 def fields(page: Page, card: int = 0) -> dict[str, str]:
@@ -319,3 +319,22 @@ def test_metrics_that_do_not_answer_are_one_line(opened: Visit, recorded: Record
     page.unroute("**/metrics")
     expect(page.locator("#c-state")).to_be_hidden()
     opened.complaints.clear()  # the browser's own note of the request that failed
+
+
+@pytest.mark.parametrize("tab", ["chat", "cluster"])
+def test_who_waits_for_a_model_that_is_woken_is_told_so(opened: Visit, recorded: RecordedServer, tab: str) -> None:
+    ingress, page = IngressMetrics("here"), opened.page
+    ingress.watch(recorded.model["id"], Behind(engines=0, sleeps=True))
+    recorded.metrics[:] = [render([ingress.collect()]).decode()]
+    recorded.play(Recording([event({"choices": []}), ""], 60))
+    page.click(f"#tab-{tab}")
+    if tab == "chat":
+        ask(page, "Hello?")
+    else:
+        page.click("#b-start")
+    status = page.locator("#t-status" if tab == "chat" else "#b-status")
+    expect(status).to_have_text(f"{recorded.model['id']} slept. An engine starts for it…")
+    recorded.metrics[:] = metrics_pages(1, other=recorded.model["id"])
+    expect(status).to_have_text("Waiting for the first token…")
+    page.click("#t-stop" if tab == "chat" else "#b-stop")
+    expect(status).to_have_text("Stopped.")
