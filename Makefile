@@ -60,10 +60,12 @@ check: .venv/.test-installed
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-# Tests that compute and wait for nobody: two at once with a thread each take a third less time than one with two.
+# Tests that compute, or look at the page beside a recorded server, and where no pace counts: two at once with a thread
+# each take a third less time than one with two.
 # Servers are started, killed and timed by themselves; what they leave idle, and no more, goes to the longest of the
 # others.
-COMPUTING := tests/tidar_core $(addprefix tests/manifests/,test_check.py test_image.py test_kuberay.py)
+ON_THE_PAGE := $(filter-out %/test_live.py %/test_sessions.py %/test_speed.py,$(wildcard tests/playground/test_*.py))
+COMPUTING := tests/tidar_core $(addprefix tests/manifests/,test_check.py test_image.py test_kuberay.py) $(ON_THE_PAGE)
 LONGEST := $(addprefix tests/tidar_core/,engine/test_exact.py engine/test_exact_bf16.py kernels/test_triton_compiled.py kernels/test_triton_interpreted.py)
 LEFT_OVER := $(shell chrt --idle 0 true 2>/dev/null && echo chrt --idle 0 || echo nice -n 19)
 SIDE_BY_SIDE := $(BIN)/python -m pytest --numprocesses 2 --dist
@@ -79,7 +81,7 @@ speed: check computing browser
 servers: speed promtool
 	$(BIN)/python -m pytest $(addprefix --ignore=,$(COMPUTING) $(SPEED)) $(ARGS)
 
-computing: .venv/.test-installed kustomize
+computing: .venv/.test-installed kustomize browser
 	OMP_NUM_THREADS=1 $(SIDE_BY_SIDE) worksteal $(addprefix --ignore=,$(LONGEST)) $(COMPUTING) $(ARGS)
 
 # A file each: what a file prepares for all of its tests takes minutes, and two processes would do it twice.
