@@ -29,7 +29,7 @@ _NOT_OPENING = r"[^\x00-\x20\[{\ud800-\udfff]"
 _REFERENCE = re.compile(r'"\$ref": "(?!#/(?:\$defs|definitions)/)([^"]{0,60})')
 _DEFINITION = re.compile(r'"\$ref": "#/(\$defs|definitions)/([^"/]+)')
 
-# Formats, as xgrammar 0.2.8 has them in JSON or narrower.
+# Formats, as xgrammar has them in JSON or narrower.
 _DATE = r"\d{4}-(0[1-9]|1[0-2])-(0[1-9]|[12]\d|3[01])"
 _TIME = r"([01]\d|2[0-3]):[0-5]\d:[0-5]\d(\.\d+)?(Z|[+-]([01]\d|2[0-3]):[0-5]\d)"
 _LABEL = r"[A-Za-z0-9]([A-Za-z0-9-]{0,61}[A-Za-z0-9])?"
