@@ -64,7 +64,7 @@ check: .venv/.test-installed
 # each take a third less time than one with two.
 # Servers are started, killed and timed by themselves; what they leave idle, and no more, goes to the longest of the
 # others.
-ON_THE_PAGE := $(filter-out %/test_live.py %/test_sessions.py %/test_speed.py,$(wildcard tests/playground/test_*.py))
+ON_THE_PAGE := $(filter-out %/test_live.py %/test_race.py %/test_sessions.py %/test_speed.py,$(wildcard tests/playground/test_*.py))
 COMPUTING := tests/tidar_core $(addprefix tests/manifests/,test_check.py test_image.py test_kuberay.py) $(ON_THE_PAGE)
 LONGEST := $(addprefix tests/tidar_core/,engine/test_exact.py engine/test_exact_bf16.py kernels/test_triton_compiled.py kernels/test_triton_interpreted.py)
 LEFT_OVER := $(shell chrt --idle 0 true 2>/dev/null && echo chrt --idle 0 || echo nice -n 19)
