@@ -5,6 +5,7 @@ import json
 import re
 from collections.abc import AsyncGenerator, Callable
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from fastapi import FastAPI
@@ -39,15 +40,15 @@ class Asleep(Replaced):
     def __init__(self, fails: Exception | None = None) -> None:
         super().__init__(card_for(tool_tokenizer(HERMES_TEMPLATE)), comes=True)
         self.wakes = asyncio.Event()
-        self.given_up = False
+        self.waited_for = 0  # by how many requests
         self._fails = fails
 
     async def awake(self) -> tuple[ModelCard, Tokenizer]:
+        self.waited_for += 1
         try:
             await self.wakes.wait()
-        except asyncio.CancelledError:
-            self.given_up = True
-            raise
+        finally:
+            self.waited_for -= 1
         if self._fails is not None:
             raise self._fails
         await self.look()
@@ -59,6 +60,7 @@ class Client:
 
     def __init__(self, api: FastAPI, route: str, body: dict[str, Any], then: Callable[["Client"], bool]) -> None:
         self.sent: list[Message] = []
+        self.leaves_behind = 0
         self._body = [{"type": "http.request", "body": json.dumps(body).encode(), "more_body": False}]
         self._leaves = asyncio.Event()
         self._then = then
@@ -70,9 +72,8 @@ class Client:
         }  # fmt: skip
         self._api = api
 
-    async def __call__(self) -> "Client":
+    async def __call__(self) -> None:
         await asyncio.wait_for(self._api(self._scope, self._receive, self._send), 60)
-        return self
 
     @property
     def status(self) -> int:
@@ -119,7 +120,11 @@ def answered(
             return leaves and client.comments == late_by
 
         api = build_api({"tiny": directory}, ServeOptions())
-        return await Client(api, route, {"stream": True, **ASKED[route], **more}, then)()
+        client = Client(api, route, {"stream": True, **ASKED[route], **more}, then)
+        await client()
+        await asyncio.sleep(0.05)  # whatever was cancelled ends; `asyncio.run` cancels all that is left
+        client.leaves_behind = directory.waited_for
+        return client
 
     monkeypatch.setattr(Carrier, "run", run)
     monkeypatch.setattr(late, "LATE_SECONDS", 0.05 if late_by is not None else 60.0)
@@ -166,10 +171,41 @@ def test_what_goes_wrong_once_it_has_begun_is_told_in_it(
 @pytest.mark.parametrize("late_by", [0, 1])
 def test_a_client_that_leaves_meanwhile_is_waited_for_no_more(late_by: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also one that has left as soon as the stream begins."""
-    directory = Asleep()
-    client = answered(monkeypatch, "completions", directory, late_by, leaves=True)
+    client = answered(monkeypatch, "completions", Asleep(), late_by, leaves=True)
     assert client.told == b""
-    assert directory.given_up
+    assert not client.leaves_behind
+
+
+def test_a_request_that_is_given_up_before_its_stream_begins_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def asked() -> None:
+        directory = Asleep()
+        api = build_api({"tiny": directory}, ServeOptions())
+        client = Client(api, "completions", {"stream": True, **ASKED["completions"]}, lambda client: False)
+        asking = asyncio.create_task(client())
+        while not directory.waited_for:
+            await asyncio.sleep(0.01)
+        asking.cancel()
+        await asyncio.wait({asking})
+        await asyncio.sleep(0.05)
+        assert (directory.waited_for, client.sent) == (0, [])
+
+    monkeypatch.setattr(Carrier, "run", run)
+    asyncio.run(asyncio.wait_for(asked(), 60))
+
+
+def test_a_stream_that_is_closed_before_it_is_read_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def asked() -> None:
+        outcome = Mock(streams=True)
+        response = await late.begun_in_time(asleep.awake(), Mock(), outcome)
+        assert isinstance(response, EventStreamResponse)
+        assert asleep.waited_for == 1
+        await response.events.aclose()
+        await asyncio.sleep(0)
+        assert (asleep.waited_for, outcome.broke.called) == (0, False)
+
+    asleep = Asleep()
+    monkeypatch.setattr(late, "LATE_SECONDS", 0.05)
+    asyncio.run(asked())
 
 
 @pytest.mark.parametrize(("error", "status"), [(bad_request("it is too long", "prompt"), 400), (None, 200)])
