@@ -278,6 +278,32 @@ def test_a_sequence_learns_for_all_and_starts_from_what_all_have_shown():
     assert policy.new_acceptance_rates().rates()[0] > 0.9
 
 
+@pytest.mark.parametrize("new", [False, True])
+def test_drafts_that_did_not_hold_get_another_chance(new):
+    """new: with the next sequence, whose rates are those of all."""
+    policy = DraftPolicy(4, StepCost((1, 8, 64), (1.0, 1.35, 4.15), (0.1, 0.1, 0.1), (0.02, 0.02, 0.02)), (0.85,))
+    rates = policy.new_acceptance_rates()
+
+    def drafts(rates):
+        return policy.choose([SequenceView("auto", 3, 4, acceptance_rates=rates)], 0) != [Shape()]
+
+    def steps_until(wanted):
+        return next(step for step in range(5000) if drafts(policy.new_acceptance_rates() if new else rates) == wanted)
+
+    assert drafts(rates)
+    for _ in range(400):
+        rates.observe(3, 0)
+    assert 0 < steps_until(False) < 50, "a choice stands for some steps"
+    assert 100 < steps_until(True)
+
+
+def test_a_long_context_may_be_too_dear_for_drafts():
+    cost = replace(FLAT, attending=1e-3)
+    for context, drafts in ((100, True), (20_000, False)):
+        views = [SequenceView("auto", 3, 4, context)] * 2
+        assert (DraftPolicy(4, cost).choose(views, 0) != [Shape()] * 2) == drafts, context
+
+
 def test_drafting_that_takes_longer_than_the_curves_say_is_left_until_it_had_time_to_change():
     policy = DraftPolicy(4, FLAT)
     view = SequenceView("auto", 3, 4)
@@ -402,3 +428,5 @@ def test_who_may_draft_less_does_not_hold_others_back():
         for limit in (first, second):
             (shape,) = policy.choose([SequenceView("auto", limit - 1, limit)], 0)
             assert shape.block == limit, (first, second)
+    shapes = DraftPolicy(8, FLAT, (0.95,)).choose([SequenceView("auto", 7, limit) for limit in (2, 8)], 0)
+    assert [(shape.block, shape.drafts) for shape in shapes] == [(2, 1), (8, 7)]

@@ -84,6 +84,7 @@ def test_the_least_recently_used_contents_go_first():
         pool.give_back([page])
     pool.give_back(pool.take_known([b"a"]))
     pool.take(1)
+    assert [pool.knows(key) for key in (b"a", b"b", b"c")] == [True, False, True]
     assert pool.take_known([b"b"]) == []
     assert len(pool.take_known([b"a"])) == len(pool.take_known([b"c"])) == 1
 
@@ -151,8 +152,11 @@ def test_the_marks_used_last_are_told_first():
         pool.publish(page, key, mark=key != b"b" * 16)
         pool.give_back([page])
     assert pool.marks(9) == b"c" * 8 + b"a" * 8
-    pool.give_back(pool.take_known([b"a" * 16]))
-    assert pool.marks(9) == b"a" * 8 + b"c" * 8
+    pages = pool.take_known([b"a" * 16])
+    assert pool.marks(9) == b"a" * 8 + b"c" * 8, "while it is read"
+    pool.take_known([b"c" * 16])
+    pool.give_back(pages)
+    assert pool.marks(9) == b"a" * 8 + b"c" * 8, "and when it was"
     assert pool.marks(1) == b"a" * 8
 
 
