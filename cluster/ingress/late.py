@@ -36,7 +36,7 @@ async def begun_in_time(
         await anext(events)
         return EventStreamResponse(events)
     except asyncio.CancelledError:
-        made.cancel()
+        await _given_up(made)
         raise
 
 
@@ -57,4 +57,10 @@ async def _events_once(
             log.error("a stream failed before its first token", exc_info=error)
         yield failed(error if isinstance(error, ApiError) else server_error())
     finally:
-        made.cancel()
+        await _given_up(made)
+
+
+async def _given_up(made: asyncio.Task[Response]) -> None:
+    """Until it has ended: the request's span and counts, to which it adds what came of it, end behind this."""
+    made.cancel()
+    await asyncio.gather(made, return_exceptions=True)

@@ -82,7 +82,9 @@ def led_to(reference: str, whole: Any) -> Any:
     for name in reference.split("/")[1:]:
         name = plain_name(name)
         if isinstance(whole, list):
-            whole = dict(enumerate(whole)).get(int(name)) if name.isdecimal() else None
+            # As often as references are followed: neither the whole list nor a long number is read for one of them.
+            place = int(name) if name.isdecimal() and len(name) <= len(str(len(whole))) else len(whole)
+            whole = whole[place] if place < len(whole) else None
         else:
             whole = whole.get(name) if isinstance(whole, dict) else None
     return whole

@@ -1,6 +1,7 @@
 """A first token that is late: a stream has begun without it, and all else is as it would have been."""
 
 import asyncio
+import gc
 import json
 import re
 from collections.abc import AsyncGenerator, Callable
@@ -9,17 +10,25 @@ from unittest.mock import Mock
 
 import pytest
 from fastapi import FastAPI
+from fastapi.responses import Response
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+from opentelemetry.trace import SpanKind
 from starlette.types import Message
 from tokenizers import Tokenizer
 
 from cluster.card import ModelCard
-from cluster.carry.handover import Carrier
+from cluster.carry.handover import Carrier, Update
 from cluster.errors import ApiError, bad_request, server_error
 from cluster.ingress import late
 from cluster.ingress.api import build_api
+from cluster.ingress.outcomes import Outcome
+from cluster.observe.ingress_metrics import IngressMetrics
+from cluster.observe.tracing import RequestSpan
 from cluster.options import ServeOptions
 from cluster.wire import completions_told
-from cluster.wire.completions_told import COMMENT, EventStreamResponse
+from cluster.wire.completions_told import COMMENT, EventStreamResponse, failed_stream
 from tests.cluster.ingress.test_answering import Replaced, run
 from tests.cluster.wire.test_schemas import card_for
 from tests.tiny import HERMES_TEMPLATE, tool_tokenizer
@@ -240,3 +249,62 @@ def test_a_comment_comes_where_tokens_are_far_apart_and_nowhere_else(
     assert (COMMENT in sent) == halts
     assert [one for one in sent if one not in (COMMENT, b"")] == [b"data: %d\n\n" % number for number in range(40)]
     assert COMMENT not in (sent[0], sent[-1])
+
+
+@pytest.mark.parametrize("late_by", [0.01, 60.0])
+@pytest.mark.parametrize("stream", [False, True])
+def test_what_came_of_an_answer_that_is_given_up_is_known_before_its_request_ends(
+    late_by: float, stream: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its span takes nothing more in from then on."""
+    exporter, provider = InMemorySpanExporter(), TracerProvider()
+    provider.add_span_processor(SimpleSpanProcessor(exporter))
+
+    async def asked() -> None:
+        is_run = asyncio.Event()
+
+        async def endless(*_: object) -> AsyncGenerator[Update, None]:
+            is_run.set()
+            await asyncio.Event().wait()
+            yield Update("r1", ())
+
+        monkeypatch.setattr(Carrier, "run", endless)
+        directory = Asleep()
+        directory.wakes.set()
+        api = build_api({"tiny": directory}, ServeOptions())
+        request = asyncio.create_task(Client(api, "completions", {"prompt": "a", "stream": stream}, lambda _: False)())
+        await is_run.wait()
+        await asyncio.sleep(0.05)
+        request.cancel()
+        await asyncio.wait([request])
+
+    monkeypatch.setattr("cluster.ingress.api.tracer_provider", lambda *_: provider)
+    monkeypatch.setattr(late, "LATE_SECONDS", late_by)
+    asyncio.run(asked())
+    (span,) = [span for span in exporter.get_finished_spans() if span.kind is SpanKind.SERVER]
+    assert "gen_ai.usage.output_tokens" in (span.attributes or {})
+
+
+def test_what_fails_while_it_is_given_up_is_asked_for() -> None:
+    """Else asyncio reports it as an exception that nobody has retrieved."""
+    reported: list[dict[str, Any]] = []
+
+    async def making() -> Response:
+        try:
+            await asyncio.Event().wait()
+        except asyncio.CancelledError:
+            raise bad_request("it ended otherwise") from None
+        raise AssertionError
+
+    async def given_up() -> None:
+        asyncio.get_running_loop().set_exception_handler(lambda _, context: reported.append(context))
+        outcome = Outcome(IngressMetrics("here"), RequestSpan({"type": "http", "headers": []}))
+        waiting = asyncio.create_task(late.begun_in_time(making(), failed_stream, outcome))
+        await asyncio.sleep(0.01)
+        waiting.cancel()
+        await asyncio.wait([waiting])
+        assert waiting.cancelled()
+
+    asyncio.run(given_up())
+    gc.collect()
+    assert reported == []

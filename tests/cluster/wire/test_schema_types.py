@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from cluster.wire.schema_types import TYPES, values_of
+from cluster.wire.schema_types import TYPES, led_to, values_of
 
 LONG_CHAIN = {str(place): {"anyOf": [{"$ref": f"#/$defs/{place + 1}"}]} for place in range(5000)}
 
@@ -44,3 +44,16 @@ def test_texts_are_listed_where_all_of_them_are() -> None:
     assert values_of({"type": ["integer", "null"]}, {}).texts == set()
     for free in ({"type": "string"}, {}, True, {"enum": "a"}):
         assert values_of({"anyOf": [{"const": "b"}, free]}, {}).texts is None
+
+
+def test_references_into_lists_are_followed_in_no_more_time_than_others() -> None:
+    """Nobody has checked the schema of a function that is not strict, which is read where streams wait."""
+
+    class Listed(list[Any]):
+        def __iter__(self) -> Any:
+            raise AssertionError("all of the list is read")
+
+    whole = {"anyOf": Listed([{"type": "string"}, {"type": "null"}])}
+    assert led_to("#/anyOf/1", whole) == {"type": "null"}
+    for beyond in ("2", "10", "9" * 5000, "-1", "x", ""):
+        assert led_to(f"#/anyOf/{beyond}", whole) is None
