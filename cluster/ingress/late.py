@@ -17,6 +17,7 @@ from cluster.ingress.outcomes import Outcome
 from cluster.wire.completions_told import EventStreamResponse
 
 LATE_SECONDS = 15.0
+LOOK_SECONDS = 1.0  # between two looks whether a stream is asked for, where that is not known by then
 
 log = logging.getLogger("ray.serve")
 
@@ -30,6 +31,8 @@ async def begun_in_time(
     made = asyncio.create_task(making)
     try:
         await asyncio.wait({made}, timeout=LATE_SECONDS)
+        while not made.done() and outcome.streams is None:  # the body waits behind others to be read
+            await asyncio.wait({made}, timeout=LOOK_SECONDS)
         if made.done() or not outcome.streams:
             return await made
         events = _events_once(made, failed, outcome)

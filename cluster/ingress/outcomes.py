@@ -22,7 +22,7 @@ CLIENT_LEFT = 499  # nginx's number for it; nobody is there to be told
 class Outcome:
     """Of one request. model: the name that answers it, once that is known. status: HTTP's, or that of the error which
     broke a stream off behind it; 0 before there is one. error: what its client got of it, where it is an error.
-    streams: whether a stream was asked for, once that is known. ignored: fields of its body that nobody knows.
+    streams: whether a stream was asked for, None until that is known. ignored: fields of its body that nobody knows.
     asked_at: since when its client waits for a first token, on the monotonic clock; None where it does not."""
 
     metrics: IngressMetrics
@@ -30,7 +30,7 @@ class Outcome:
     model: str = ""
     status: int = 0
     error: ApiError | None = None
-    streams: bool = False
+    streams: bool | None = None
     ignored: Sequence[str] = ()
     asked_at: float | None = None
 

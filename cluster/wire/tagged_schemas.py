@@ -19,6 +19,7 @@ from tidar_core.grammar.schemas import ANNOTATIONS, GrammarError, without_remark
 
 _HERE = "in this model's tags"
 _UNENFORCED = f"for all parameters cannot be enforced {_HERE}"
+_NOTHING = f"none of its values can be written {_HERE}: allow others"
 _MOST_BYTES = MOST_TIMES_LARGER * MAX_GRAMMAR_BYTES
 _OWN_TAG = r"<parameter=[^\x00-\x1f<>\ud800-\udfff]{1,64}>"  # of a parameter that the model makes up
 _BEHIND = f"{VALUE_END}\n"
@@ -89,6 +90,8 @@ def arguments_format(schema: dict[str, Any]) -> dict[str, Any]:
 
 def _leaves(schema: Any, whole: dict[str, Any]) -> list[Any]:
     """As `leaves_of`. Raises GrammarError where they are none, or not there."""
+    if schema is False:
+        raise GrammarError(_NOTHING)
     leaves = leaves_of(schema, whole)
     if not leaves or any(not isinstance(leaf, bool | dict) for leaf in leaves):
         raise GrammarError("a `$ref` leads to nothing: put the schema under `$defs` and lead there")
@@ -125,7 +128,7 @@ def _value(before: str, schema: Any, whole: dict[str, Any]) -> dict[str, Any]:
         others = [one for one in others if values_of(one, whole).types <= {"array", "null", "object"}]
     ways = [*texts, *_as_json(before, others, whole)]
     if not ways:
-        raise GrammarError(f"none of its values can be written {_HERE}: allow others")
+        raise GrammarError(_NOTHING)
     return ways[0] if len(ways) == 1 else {"type": "or", "elements": ways}
 
 

@@ -185,21 +185,18 @@ def test_a_client_that_leaves_meanwhile_is_waited_for_no_more(late_by: int, monk
     assert not client.leaves_behind
 
 
-def test_a_request_that_is_given_up_before_its_stream_begins_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stream_whose_body_is_read_late_begins_soon_behind(monkeypatch: pytest.MonkeyPatch) -> None:
     async def asked() -> None:
-        directory = Asleep()
-        api = build_api({"tiny": directory}, ServeOptions())
-        client = Client(api, "completions", {"stream": True, **ASKED["completions"]}, lambda client: False)
-        asking = asyncio.create_task(client())
-        while not directory.waited_for:
-            await asyncio.sleep(0.01)
-        asking.cancel()
-        await asyncio.wait({asking})
-        await asyncio.sleep(0.05)
-        assert (directory.waited_for, client.sent) == (0, [])
+        outcome = Mock(streams=None)
+        asking = asyncio.create_task(late.begun_in_time(Asleep().awake(), Mock(), outcome))
+        done, _ = await asyncio.wait({asking}, timeout=0.3)
+        assert not done, "it may be no stream"
+        outcome.streams = True
+        assert isinstance(await asyncio.wait_for(asking, 60), EventStreamResponse)
 
-    monkeypatch.setattr(Carrier, "run", run)
-    asyncio.run(asyncio.wait_for(asked(), 60))
+    monkeypatch.setattr(late, "LATE_SECONDS", 0.05)
+    monkeypatch.setattr(late, "LOOK_SECONDS", 0.05)
+    asyncio.run(asked())
 
 
 def test_a_stream_that_is_closed_before_it_is_read_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -294,7 +294,7 @@ def test_drafts_that_did_not_hold_get_another_chance(new):
     for _ in range(400):
         rates.observe(3, 0)
     assert 0 < steps_until(False) < 50, "a choice stands for some steps"
-    assert 100 < steps_until(True)
+    assert steps_until(True) > 100
 
 
 def test_a_long_context_may_be_too_dear_for_drafts():
