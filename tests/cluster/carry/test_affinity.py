@@ -53,6 +53,7 @@ def test_the_longest_prefix_with_room_wins(candidates: list[Candidate], chance: 
         ([Candidate(15, depth=9), Candidate(5, depth=2)], 1),
         ([Candidate(1, depth=9, pages=0.95), Candidate(3)], 1),
         ([Candidate(1, depth=9, pages=0.95), Candidate(3, pages=0.92)], 0),  # no pages are free anywhere
+        ([Candidate(15, depth=9, pages=0.95), Candidate(5, depth=2, pages=0.92)], 1),
         ([Candidate(3, depth=4), Candidate(2, depth=4)], 1),
         ([Candidate(7), Candidate(6)], 1),
     ],
