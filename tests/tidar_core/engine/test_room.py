@@ -64,6 +64,24 @@ def test_a_known_prefix_is_not_computed_again(tmp_path):
         engine.step()
 
 
+@pytest.mark.parametrize(
+    ("asked", "longest", "said"), [(0, 4096, ""), (40, 40, ""), (5000, 4096, "max_model_len 5000 gives it no more")]
+)
+@pytest.mark.parametrize("stretches_to", [None, 131_072])
+def test_a_request_has_no_more_positions_than_the_model_and_than_was_asked_for(
+    asked: int, longest: int, said: str, stretches_to: int | None
+) -> None:
+    lines: list[str] = []
+    model = replace(model_config(), max_positions=4096, stretches_to=stretches_to)
+    config, device = EngineConfig(max_model_len=asked), torch.device("cpu")
+    positions, _ = room.room_for(config, model, torch.bfloat16, device, lines.append)
+    assert positions == longest
+    assert (said in lines[0]) if said else len(lines) == (stretches_to is not None)
+    assert any("up to 131072, all are computed by the model's frequencies" in line for line in lines) == bool(
+        stretches_to
+    )
+
+
 @pytest.mark.parametrize("tokens", [16, 32, 80])
 def test_a_cache_smaller_than_the_warm_up_is_left_alone_and_serves(tmp_path, tokens):
     small = tiny_engine(tmp_path, cache_tokens=tokens)
