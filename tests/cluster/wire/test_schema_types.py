@@ -57,3 +57,4 @@ def test_references_into_lists_are_followed_in_no_more_time_than_others() -> Non
     assert led_to("#/anyOf/1", whole) == {"type": "null"}
     for beyond in ("2", "10", "9" * 5000, "-1", "x", ""):
         assert led_to(f"#/anyOf/{beyond}", whole) is None
+    assert led_to("elsewhere/anyOf/1", whole) is None
