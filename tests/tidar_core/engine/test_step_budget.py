@@ -108,3 +108,14 @@ def test_a_long_prompt_leaves_half_at_most() -> None:
     assert left(sequences(1, 2), []) == (98, [2])
     assert left([], as_long) == (98, [1, 1]), "who comes anew may begin"
     assert left(sequences(1, 450), []) == (100, [0]), "half of its rest is not less"
+
+
+@pytest.mark.parametrize("tokens", [1, 2, 3, 8])
+def test_behind_a_long_context_a_row_is_left_even_for_the_shortest_prompt(tokens: int) -> None:
+    """There a row takes as long as eight at the beginning: what the shortest want is less than half of one."""
+    (long,), (short,) = sequences(1), sequences(1, tokens)
+    long.computed = 100
+    budget = StepBudget(1000, [], lambda context: 80 if context else 640)
+    taken = budget.leave(long, 80, [long], [short])
+    budget.put(long, taken)
+    assert (taken, budget.room(short)) == (79, tokens)
