@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tidar_core.engine.step_budget import RowsBehind, StepBudget
+from tidar_core.engine.step_budget import RowsBehind, StepBudget, rows_behind
+from tidar_core.engine.step_cost import StepCost
 from tidar_core.request import Request, SamplingParams, Sequence
 
 
@@ -119,3 +120,11 @@ def test_behind_a_long_context_a_row_is_left_even_for_the_shortest_prompt(tokens
     taken = budget.leave(long, 80, [long], [short])
     budget.put(long, taken)
     assert (taken, budget.room(short)) == (79, tokens)
+
+
+def test_a_slow_last_point_makes_none_of_those_before_it_slower() -> None:
+    """Where another program ran while it was measured. Only beyond it are rows priced by it."""
+    cost = StepCost((1, 100, 200, 250), (0.01, 1.0, 2.0, 10.0), (0.0,) * 4, (0.0,) * 4)
+    limited = rows_behind(cost, 2.0, 512)
+    assert limited is not None
+    assert limited(0) == 200
