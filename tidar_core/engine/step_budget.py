@@ -64,7 +64,9 @@ class StepBudget:
         urgent = [each for each in (*running, *coming) if each.request.priority <= urgency]
         self._left_to = {each: each.uncomputed if each.uncomputed < half else 1 for each in urgent}
         wanted = sum(rows / self._rows_behind(each.computed) for each, rows in self._left_to.items())
-        return count - min(count // 2, round(wanted * self._rows_behind(sequence.computed)))
+        # One at least: behind a long context a row takes as long as many short prompts, which would never come.
+        least = min(1, len(self._left_to))
+        return count - min(count // 2, max(least, round(wanted * self._rows_behind(sequence.computed))))
 
     def put(self, sequence: Sequence, count: int) -> None:
         """Gives a sequence `count` rows of known tokens."""

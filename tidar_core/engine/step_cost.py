@@ -104,8 +104,10 @@ class StepCost:
     def _seconds_at_least(self, size: StepSize) -> float:
         """As `seconds`, but more rows than were measured take as much longer as there are more of them: where another
         program disturbed the last points, the curve is flat there and would have them cost nothing."""
-        rows = size.unscored + size.verify + size.mask
-        return max(self.seconds(size), self.plain * self.trunk[-1] * rows / self.rows[-1])
+        rows, seconds = size.unscored + size.verify + size.mask, self.seconds(size)
+        if rows <= self.rows[-1]:
+            return seconds
+        return max(seconds, self.plain * self.trunk[-1] * rows / self.rows[-1])
 
     def at_pace(self, pace: float) -> "StepCost":
         """The costs of an engine that takes `pace` times as long for everything."""

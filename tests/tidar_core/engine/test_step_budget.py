@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tidar_core.engine.step_budget import RowsBehind, StepBudget
+from tidar_core.engine.step_budget import RowsBehind, StepBudget, rows_behind
+from tidar_core.engine.step_cost import StepCost
 from tidar_core.request import Request, SamplingParams, Sequence
 
 
@@ -108,3 +109,22 @@ def test_a_long_prompt_leaves_half_at_most() -> None:
     assert left(sequences(1, 2), []) == (98, [2])
     assert left([], as_long) == (98, [1, 1]), "who comes anew may begin"
     assert left(sequences(1, 450), []) == (100, [0]), "half of its rest is not less"
+
+
+@pytest.mark.parametrize("tokens", [1, 2, 3, 8])
+def test_behind_a_long_context_a_row_is_left_even_for_the_shortest_prompt(tokens: int) -> None:
+    """There a row takes as long as eight at the beginning: what the shortest want is less than half of one."""
+    (long,), (short,) = sequences(1), sequences(1, tokens)
+    long.computed = 100
+    budget = StepBudget(1000, [], lambda context: 80 if context else 640)
+    taken = budget.leave(long, 80, [long], [short])
+    budget.put(long, taken)
+    assert (taken, budget.room(short)) == (79, tokens)
+
+
+def test_a_slow_last_point_makes_none_of_those_before_it_slower() -> None:
+    """Where another program ran while it was measured. Only beyond it are rows priced by it."""
+    cost = StepCost((1, 100, 200, 250), (0.01, 1.0, 2.0, 10.0), (0.0,) * 4, (0.0,) * 4)
+    limited = rows_behind(cost, 2.0, 512)
+    assert limited is not None
+    assert limited(0) == 200
