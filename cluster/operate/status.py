@@ -173,8 +173,8 @@ def read_page(page: str, moment: float) -> Snapshot:
 def shortage(series: Mapping[str, list[float]], answers: bool) -> Shortage:
     """How a name stands by all that the ingresses say of it, and by whether any of its replicas answers now."""
     return Shortage(
-        engines=max(1, int(max(series["tidar:engines_ready"]))) if answers else 0,
-        wanted=int(max(series["tidar:engines_wanted"])),
+        engines=max(1, int(max(series["tidar:engines_ready"], default=1))) if answers else 0,
+        wanted=int(max(series["tidar:engines_wanted"], default=0)),  # older servers do not say
         sleeps=all(series[SLEEPS]),
         waiting=sum(series["tidar:requests_in_progress"]),
     )

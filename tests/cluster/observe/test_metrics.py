@@ -149,6 +149,11 @@ def test_a_model_with_too_few_engines_is_told_of(engines_wanted: int) -> None:
     ]
 
 
+def test_a_server_that_says_less_is_read_too() -> None:
+    (shortage,) = read_page('tidar:model_sleeps{model_name="m",ingress="i"} 0\n', 0.0).short.values()
+    assert shortage.words() == "has no replica that answers"
+
+
 def test_every_ingress_is_on_the_page_once_as_it_told_last() -> None:
     here, there = IngressMetrics("here"), IngressMetrics("there")
     for ingress in (here, there):
