@@ -60,7 +60,7 @@ check: .venv/.test-installed
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-# Tests that compute, or look at the page beside a recorded server, and where no pace counts: two at once with a thread
+# Tests that compute, and those of the page beside a recorded server in which no pace counts: two at once with a thread
 # each take a third less time than one with two.
 # Servers are started, killed and timed by themselves; what they leave idle, and no more, goes to the longest of the
 # others.

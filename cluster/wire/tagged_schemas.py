@@ -89,12 +89,12 @@ def arguments_format(schema: dict[str, Any]) -> dict[str, Any]:
 
 
 def _leaves(schema: Any, whole: dict[str, Any]) -> list[Any]:
-    """As `leaves_of`. Raises GrammarError where they are none, or not there."""
-    if schema is False:
-        raise GrammarError(_NOTHING)
+    """As `leaves_of`. Raises GrammarError where one is not there, or none is."""
     leaves = leaves_of(schema, whole)
-    if not leaves or any(not isinstance(leaf, bool | dict) for leaf in leaves):
+    if any(not isinstance(leaf, bool | dict) for leaf in leaves):
         raise GrammarError("a `$ref` leads to nothing: put the schema under `$defs` and lead there")
+    if not leaves:
+        raise GrammarError(_NOTHING)
     return leaves
 
 

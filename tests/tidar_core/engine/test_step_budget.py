@@ -54,7 +54,7 @@ def test_who_goes_leaves_room_for_others_as_if_never_there(prompt_rows: int | No
     decodes, reads, other = every = sequences(3)
     budget = StepBudget(20, [decodes], behind(prompt_rows))
     rooms = [budget.room(each) for each in every]
-    assert rooms == [20, 19, 19] if prompt_rows is None else [20, 16, 16]
+    assert rooms == ([20, 19, 19] if prompt_rows is None else [20, 16, 16])
     budget.put(reads, 15)
     assert budget.room(other) == (4 if prompt_rows is None else 1), "one row is kept for who decodes"
     budget.drop(reads)
