@@ -275,7 +275,10 @@ def test_a_parameter_that_cannot_be_kept_is_named(schema: dict[str, Any], said: 
         ({"properties": {"a": {}, "b": {}}, "required": ["a", "a"], "minProperties": 2}, "`minProperties` for all"),
         ({"properties": {"a": {}, "b": {}}, "maxProperties": 1}, "`maxProperties` for all"),
         ({"properties": {"a": False}, "required": ["a"]}, "parameter 'a': none of its values can be written"),
-        ({"properties": {"a": {"anyOf": [False]}}, "required": ["a"]}, "parameter 'a': none of its values can be written"),
+        (
+            {"properties": {"a": {"anyOf": [False]}}, "required": ["a"]},
+            "parameter 'a': none of its values can be written",
+        ),
     ],
 )
 def test_what_cannot_be_kept_of_all_parameters_is_refused(schema: dict[str, Any], said: str) -> None:
