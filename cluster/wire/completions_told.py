@@ -336,9 +336,10 @@ async def never_silent(send: Send) -> AsyncIterator[Send]:
                     await send({"type": "http.response.body", "body": COMMENT, "more_body": True})
                     sent_at = time.monotonic()
 
-    commenting = asyncio.create_task(comment())
     try:
-        yield noted
-    finally:
-        commenting.cancel()
-        await asyncio.gather(commenting, return_exceptions=True)
+        async with asyncio.TaskGroup() as group:  # in which a comment that cannot be sent ends all
+            commenting = group.create_task(comment())
+            yield noted
+            commenting.cancel()
+    except BaseExceptionGroup as failed:
+        raise failed.exceptions[0] from None

@@ -155,17 +155,22 @@ def test_the_usual_stands_at_0_before_it_happens(metrics: IngressMetrics) -> Non
         assert f'tidar:http_responses_total{{code="{code}",ingress="here",model_name="{model}"}} 0.0' in page
 
 
+@pytest.mark.parametrize("halts", [False, True])
 def test_a_client_that_reads_nothing_any_more_loses_its_answer(
-    metrics: IngressMetrics, monkeypatch: pytest.MonkeyPatch
+    halts: bool, metrics: IngressMetrics, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Else its places would be taken until it closes its connection."""
+    """Else its places would be taken until it closes its connection: also where there is nothing to tell it."""
     monkeypatch.setattr(completions_told, "UNREAD_SECONDS", 0.2)
+    monkeypatch.setattr(completions_told, "SILENT_SECONDS", 0.05)
+    unread = completions_told.COMMENT if halts else b"3"
     closed: list[int] = []
 
     async def endless() -> AsyncGenerator[bytes, None]:
         try:
             for number in count():
                 yield b"%d" % number
+                if halts and number == 3:
+                    await asyncio.Event().wait()
         finally:
             closed.append(number)
 
@@ -177,7 +182,7 @@ def test_a_client_that_reads_nothing_any_more_loses_its_answer(
         raise AssertionError
 
     async def send(message: Message) -> None:
-        if message.get("body") == b"3":
+        if message.get("body") == unread:
             await asyncio.Event().wait()
 
     scope: dict[str, Any] = {"type": "http", "method": "POST", "path": "/", "headers": [], "asgi": {"version": "3.0"}}
