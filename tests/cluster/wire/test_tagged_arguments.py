@@ -189,6 +189,17 @@ def test_a_value_of_an_answer_that_is_held_to_its_tags_ends_with_these_alone() -
     assert ([json.loads(told) for _, _, told in calls], complete) == ([{"text": value, "list": [value]}], True)
 
 
+@pytest.mark.parametrize("more", [0, 1])
+@pytest.mark.parametrize("size", [1, 10_000])
+def test_what_begins_like_a_parameter_and_has_too_long_a_name_is_none(more: int, size: int) -> None:
+    key = "k" * (LONGEST_KEY + more)
+    text = f"<parameter={key}>\n1\n</parameter>\n<parameter=text>\nx\n</parameter>\n</function>"
+    arguments = TaggedArguments({})
+    told = [arguments.read(text[place : place + size]) for place in range(0, len(text), size)]
+    assert told[-1][1] == ""
+    assert json.loads("".join(part for part, _ in told)) == ({} if more else {key: 1}) | {"text": "x"}
+
+
 def test_parameters_beyond_those_named_are_of_the_schema_for_these() -> None:
     schema = {"properties": {"a": {"type": "integer"}}, "additionalProperties": {"type": "string"}}
     told, _ = TaggedArguments(schema).read(

@@ -256,6 +256,13 @@ def test_a_call_that_was_begun_before_the_answer_is_told_whole(form: ToolFormat)
         assert [call[1:] for call in calls] == [first, second][over:], said
 
 
+@pytest.mark.parametrize("form", FORMS, ids=["hermes", "llama", "mistral"])
+def test_an_answer_that_goes_on_behind_text_or_a_whole_call_has_begun_none(form: ToolFormat) -> None:
+    call = answer_of(form, [("add", '{"a": 1}')])
+    for said in (call, call + form.between_calls, "Hello {", "Hello {} "):
+        assert begun_call(form, FUNCTIONS, said).strip() == "", said
+
+
 @pytest.mark.parametrize(
     ("said", "rest"),
     [
