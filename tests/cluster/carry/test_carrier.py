@@ -102,7 +102,7 @@ def test_end_and_failure_that_are_read_together_are_an_end() -> None:
     assert [token for output in outputs for token in output.tokens] == undisturbed()
 
 
-def goes_on_behind(first: type[Scripted], cause: str = "") -> None:
+def goes_on_behind(first: type[Scripted], cause: str = "", patience: Patience | None = None) -> None:
     """A stream whose first replica answers like this loses nothing, and needs one other. cause: what is told of it."""
 
     class First(Cast):
@@ -113,7 +113,7 @@ def goes_on_behind(first: type[Scripted], cause: str = "") -> None:
             return self.calls[-1]
 
     cast = First([Act()])
-    outputs, metrics = carry(cast)
+    outputs, metrics = carry(cast, patience)
     assert [token for output in outputs for token in output.tokens] == undisturbed()
     assert len(cast.calls) == 2
     page = render([metrics.collect()]).decode()

@@ -43,6 +43,47 @@ def test_a_request_that_is_over_is_waited_for_no_more() -> None:
     assert asyncio.run(run()) == {}
 
 
+@pytest.mark.parametrize("ends", [True, False])
+def test_a_request_that_is_over_leaves_no_task(ends: bool) -> None:
+    """Whether its answer came to an end, or nobody wants it any more."""
+
+    async def run() -> None:
+        carrier = Carrier(Cast([Act()]), Patience(0.1, 5), IngressMetrics("here").streams_of("tiny"), NoOpTracer())
+        updates = carrier.run(REQUEST, KIND.fingerprint)
+        await anext(updates)
+        assert len(asyncio.all_tasks()) > 1
+        if ends:
+            async for _ in updates:
+                pass
+        await updates.aclose()
+        async with asyncio.timeout(60):
+            while len(asyncio.all_tasks()) > 1:
+                await asyncio.sleep(0.01)
+        assert not carrier._ending
+
+    asyncio.run(run())
+
+
+def test_who_is_asked_again_is_asked_after_pauses() -> None:
+    cast = Cast([Act(2), Act(end="fits nobody")])
+    with pytest.raises(ApiError, match="no engine replica took this request on within 1 s"):
+        carry(cast, Patience(silence=0.1, give_up=1))
+    assert 3 <= len(cast.calls) < 20
+
+
+def test_a_call_that_the_server_cancels_is_waited_for_no_more() -> None:
+    """Not for the time either that a call has to be accepted."""
+
+    class Cancelled(Scripted):
+        async def __aiter__(self) -> AsyncIterator[Accepted | EventBatch]:
+            raise asyncio.CancelledError
+            yield
+
+    began = time.monotonic()
+    goes_on_behind(Cancelled, patience=Patience(silence=300, give_up=600))
+    assert time.monotonic() - began < 300
+
+
 def test_patience_begins_anew_with_each_loss() -> None:
     """A stream that lost a replica long ago may lose another."""
 
