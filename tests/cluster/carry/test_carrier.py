@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from opentelemetry.trace import NoOpTracer
-from ray.exceptions import ActorUnavailableError
+from ray.exceptions import ActorUnavailableError, RayTaskError
 from ray.serve.exceptions import BackPressureError
 
 from cluster.carry import handover
@@ -138,19 +138,26 @@ def test_whatever_a_gone_replicas_call_ends_of_another_goes_on(error: Exception)
     goes_on_behind(Cut)
 
 
-def test_an_error_that_is_no_loss_is_told() -> None:
+@pytest.mark.parametrize(
+    ("error", "told"),
+    [
+        (RuntimeError("not of gRPC"), "not of gRPC"),
+        (RayTaskError("generate", "a traceback", ValueError("a secret")), r"its log says why\.$"),
+    ],
+)
+def test_an_error_that_is_no_loss_is_told(error: Exception, told: str) -> None:
     class Broken(Cast):
         def generate(self, request: Request, mailbox: str, kind: EngineKind | None, route: Route) -> Scripted:
             class Wrong(Scripted):
                 async def __aiter__(self) -> AsyncIterator[Accepted | EventBatch]:
-                    raise RuntimeError("not of gRPC")
+                    raise error
                     yield
 
             self.calls.append(Wrong("r0", Act(), request, kind))
             return self.calls[-1]
 
     cast = Broken([])
-    with pytest.raises(RuntimeError, match="not of gRPC"):
+    with pytest.raises((RuntimeError, ApiError), match=told):
         carry(cast)
     assert len(cast.calls) == 1
 

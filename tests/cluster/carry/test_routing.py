@@ -11,7 +11,7 @@ from ray.serve._private.utils import generate_request_id
 from ray.serve.config import AutoscalingConfig
 from ray.serve.request_router import PendingRequest
 
-from cluster.carry.routing import ReplicaRouter, least_replicas
+from cluster.carry.routing import ReplicaRouter, cancelled_there, least_replicas
 from cluster.line import ANYWHERE, Route
 
 DEPLOYMENT = DeploymentID("Engine", "api")
@@ -32,6 +32,26 @@ def test_the_least_that_there_shall_be_is_what_serve_has_told_the_router(
     router = SimpleNamespace(_asyncio_router=SimpleNamespace(_metrics_manager=manager))
     assert least_replicas(SimpleNamespace(_router=router)) == least  # type: ignore[arg-type]
     assert least_replicas(SimpleNamespace(_router=None)) == 0  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("by_its_caller", [True, False])
+def test_a_call_that_the_server_cancels_fails_and_does_not_end_its_caller(by_its_caller: bool) -> None:
+    async def call() -> None:
+        with cancelled_there():
+            if by_its_caller:
+                await asyncio.Event().wait()
+            raise asyncio.CancelledError
+
+    async def run() -> None:
+        calling = asyncio.create_task(call())
+        await asyncio.sleep(0)
+        if by_its_caller:
+            calling.cancel()
+        await asyncio.wait([calling])
+        assert calling.cancelled() == by_its_caller
+        assert by_its_caller or isinstance(calling.exception(), ConnectionError)
+
+    asyncio.run(run())
 
 
 class Running:
@@ -106,6 +126,7 @@ def test_what_was_just_chosen_counts() -> None:
         router.replica_queue_len_cache.update(two[0].replica_id, 0)
         router.replica_queue_len_cache.update(two[1].replica_id, 8)
         assert await chosen(router, ANYWHERE) == "r0"
+        assert router._candidate(two[0], [], True).moved == 0, "it is no stream from elsewhere"  # type: ignore[arg-type]
         router.on_send_request(two[0].replica_id)
         assert router._candidate(two[0], [], False).load == 1, "counted by Serve from now on, and once"  # type: ignore[arg-type]
 
