@@ -1,6 +1,6 @@
 """Which tiles suit a weight on this GPU: every candidate timed at one row and at 64, the best kept as a table.
 
-The table is data for `tidar_core.kernels.triton_gemm.measured_tiles`. A weight has one entry whatever the number of
+The table is data for `tidar_core.kernels.triton_tiles.measured_tiles`. A weight has one entry whatever the number of
 rows: that is what keeps rows exact. So an entry must serve both ends: the time of one row and of 64 together decides.
 """
 

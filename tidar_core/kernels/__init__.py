@@ -7,6 +7,7 @@ Read first: ops.py (what each operation takes and gives), then reference.py (the
     rules.py                token rules as numbers, for the kernels that pick tokens
     experts.py              a mixture of experts in plain torch
     succession.py           what a step leaves to the next one, in plain torch; columns.py: the columns of its arrays
+    sources.py              a name for the code that decides a row's bits and its token
 
 On a CPU, compiled once on the user's machine:
 
