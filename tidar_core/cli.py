@@ -147,7 +147,8 @@ def up(
 ) -> None:
     """Serve models: the OpenAI API at /v1 and the playground at /playground, on Ray Serve.
 
-    Joins the Ray cluster that runs here (or at RAY_ADDRESS), else starts one. Ctrl-C ends it.
+    Joins the Ray cluster that runs here (or at RAY_ADDRESS), else starts one; RAY_ADDRESS=local always starts one.
+    Ctrl-C ends it.
     """
     with user_errors():
         try:

@@ -135,8 +135,9 @@ def refuse_running_serve(address: str) -> None:
 
 @contextmanager
 def applications(options: UpOptions, joined: bool, say: Say, interrupts: Interrupts) -> Iterator[None]:
-    """The API, and the page where it is wanted, from ready to deleted, streams under way ended first; on a cluster that
-    goes on, Serve ends too, as it began here. A Ray of our own that served nothing yet is not waited for."""
+    """The API, and the page where it is wanted, from ready to deleted, streams under way given time to end
+    (`cluster.app.DRAIN_SECONDS`); on a cluster that goes on, Serve ends too, as it began here. A Ray of our own that
+    served nothing yet is not waited for."""
     check_resources(options.serve)
     ready, board = False, None
     try:
@@ -182,7 +183,7 @@ def applications(options: UpOptions, joined: bool, say: Say, interrupts: Interru
 
 
 def take_down(playground: bool, joined: bool, board: Board | None) -> None:
-    """Delete the applications, the streams of the API ended first, and end Serve on a cluster that goes on."""
+    """Delete the applications, the streams of the API given time to end, and end Serve on a cluster that goes on."""
     if playground:
         serve.delete(PAGE_APPLICATION, _blocking=False)
     serve.delete(API)
