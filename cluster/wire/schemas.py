@@ -183,10 +183,20 @@ class TidarOptions(BaseModel):
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
-    drafts: DraftMode | None = None
-    block: Annotated[int, Field(ge=1)] | None = None
-    draft_trust: Annotated[float | None, stated(minimum=0, maximum=1)] = None
-    trace: bool | None = None
+    drafts: Annotated[
+        DraftMode | None, Field(description="auto: drafts where that is faster; off: never; full: always.")
+    ] = None
+    block: Annotated[
+        Annotated[int, Field(ge=1)] | None, Field(description="At most so many masked positions guess at a time.")
+    ] = None
+    draft_trust: Annotated[
+        float | None,
+        stated(minimum=0, maximum=1),
+        Field(description="Below 1, the text is not the model's own: what share its scores have beside the drafter's."),
+    ] = None
+    trace: Annotated[
+        bool | None, Field(description="Each chunk tells as `tidar` what its step drafted and what of it held.")
+    ] = None
 
 
 class StreamOptions(BaseModel):

@@ -16,6 +16,7 @@ from cluster.ingress.api import build_api
 from cluster.ingress.models import Models
 from cluster.options import ServeOptions
 from cluster.wire.openapi import BODIES
+from cluster.wire.schemas import TidarOptions
 from tests.cluster.wire.test_schemas import card_for
 from tests.tiny import tiny_tokenizer
 
@@ -106,6 +107,12 @@ def test_without_a_playground_the_root_says_what_is_there() -> None:
     assert (response.status_code, response.text.count("\n")) == (200, 1)
     assert "/v1" in response.text
     assert ask(api, "GET", "/openapi.json").status_code == 200
+
+
+def test_what_no_other_server_has_is_described(api: FastAPI) -> None:
+    own = ask(api, "GET", "/openapi.json").json()["components"]["schemas"]["TidarOptions"]["properties"]
+    assert own.keys() == TidarOptions.model_fields.keys()
+    assert all(field["description"] for field in own.values())
 
 
 async def parts(size: int) -> AsyncIterator[bytes]:
